@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import os
 import sys
 from functools import lru_cache
@@ -41,6 +42,53 @@ def get_tokenizer():
         special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
     )
+
+
+@lru_cache(maxsize=1)
+def merges() -> list[tuple[bytes, bytes]]:
+    """The table as GPT-2's `vocab.bpe` has it: for each token of several bytes the two it is made of, in order of rank."""
+    ranks = mergeable_ranks()
+
+    def halves(token: bytes) -> tuple[bytes, bytes]:
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:  # merge the pair that came first, as the encoder would, until two parts are left
+            i = min(range(len(parts) - 1), key=lambda i: ranks.get(parts[i] + parts[i + 1], VOCAB_SIZE))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts[0], parts[1]
+
+    return [halves(token) for token in sorted(ranks, key=ranks.get) if len(token) > 1]
+
+
+@lru_cache(maxsize=1)
+def hf_tokenizer_json() -> str:
+    """The same tokenizer as Hugging Face's `tokenizer.json`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    # GPT-2 writes bytes as printable characters: those that print as themselves, the other 68 as U+0100 onwards.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in printable]
+    to_char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+    def spell(token: bytes) -> str:
+        return "".join(to_char[b] for b in token)
+
+    vocab = {spell(token): rank for token, rank in mergeable_ranks().items()} | {"<|endoftext|>": EOT}
+    tokenizer = Tokenizer(models.BPE(vocab, [(spell(a), spell(b)) for a, b in merges()]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
+
+
+def save_hf_tokenizer(directory: Path, model_max_length: int) -> None:
+    """Writes `tokenizer.json` and `tokenizer_config.json`: `AutoTokenizer.from_pretrained(directory)` gives the same ids."""
+    special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    config = dict(
+        tokenizer_class="GPT2Tokenizer", model_max_length=model_max_length, add_prefix_space=False, **special
+    )  # fmt: skip
+    (directory / "tokenizer.json").write_text(hf_tokenizer_json(), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 
 def run_script(main) -> None:

@@ -1,0 +1,552 @@
+"""GPT-2 (Radford et al. 2019), exactly, and the loader that feeds it.
+
+Shapes: B sequences in a batch, T tokens in a sequence, C = n_embd channels, nh heads of hs = C / nh channels, V = vocab_size.
+"""
+
+import json
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from tokenizer import EOT, VOCAB_SIZE, UserError, save_hf_tokenizer
+
+SIZES = {  # GPT-2 paper, table 2; heads from OpenAI's released hyperparameters
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768),  # 124M
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024),  # 350M
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280),  # 774M
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
+}
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024  # the context window: the most tokens the model can look at
+    vocab_size: int = VOCAB_SIZE
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    pad_vocab_to: int = 128  # the embedding has rows up to a multiple of this, in memory only: matrix units like it
+    activation_checkpointing: bool = False  # recompute each block in the backward pass instead of keeping its activations
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return math.ceil(self.vocab_size / self.pad_vocab_to) * self.pad_vocab_to
+
+
+class CausalSelfAttention(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.n_head = config.n_head
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # queries, keys and values of all heads at once
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+
+    def forward(self, x, mask=None, cache=None):
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
+        if cache is not None:
+            k, v = cache(k, v)  # (B, nh, S, hs): these and all before them
+        # softmax(q kᵀ / √hs + mask) v; without a mask each token sees itself and what came before it
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T == k.size(2))
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x):
+        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))  # the tanh form is part of GPT-2
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.attn = CausalSelfAttention(config)
+        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x, mask=None, cache=None):
+        x = x + self.attn(self.ln_1(x), mask, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        if config.n_embd % config.n_head:
+            raise UserError(f"n_embd {config.n_embd} does not divide by n_head {config.n_head}: heads must be of equal width")
+        self.config = config
+        self.transformer = nn.ModuleDict(
+            dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                wpe=nn.Embedding(config.block_size, config.n_embd),
+                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                ln_f=nn.LayerNorm(config.n_embd),
+            )
+        )
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """GPT-2's initialization: normal(0, 0.02), projections into the residual stream by 1/√(2·n_layer) smaller."""
+        for name, p in self.named_parameters():
+            if name.endswith("bias"):
+                p.zero_()
+            elif p.dim() == 1:  # layer norm
+                p.fill_(1)
+            else:
+                residual = name.endswith("c_proj.weight")
+                p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
+        self.transformer.wte.weight[self.config.vocab_size :] = 0  # the padding: its gradient is zero, so it stays zero
+
+    def forward(self, idx, targets=None):
+        """idx (B, T) int64 -> (logits (B, T, V), None); with targets (B, T), where -1 is ignored, -> (None, mean loss)."""
+        x = self.hidden(idx)
+        if targets is None:
+            return self.logits(x), None
+        return None, F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+
+    def hidden(self, idx, pos=None, mask=None, caches=None):
+        """The hidden states after the last layer norm, (B, T, C): all of the model but the projection to the vocabulary.
+
+        pos (B, T) or (T,): positions, by default 0..T-1. mask: as SDPA takes it, by default causal. caches: one a layer.
+        """
+        if idx.size(1) > self.config.block_size:
+            raise UserError(f"{idx.size(1)} tokens are more than the model's context of {self.config.block_size}")
+        if pos is None:
+            pos = torch.arange(idx.size(1), device=idx.device)
+        x = self.embed(idx, pos)
+        for i, block in enumerate(self.transformer.h):
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, mask, use_reentrant=False)
+            else:
+                x = block(x, mask, caches[i] if caches else None)
+        return self.transformer.ln_f(x)
+
+    # Inductor would scatter the embedding's gradient with atomics: slow on a CPU, and different in every run.
+    @torch.compiler.disable
+    def embed(self, idx, pos):
+        return self.transformer.wte(idx) + self.transformer.wpe(pos)
+
+    def logits(self, x):
+        """(…, C) -> (…, V). The padding is cut off here, once: a loss or a choice of a token never sees it."""
+        return self.lm_head(x)[..., : self.config.vocab_size]
+
+    def flops_per_token(self, T: int) -> int:
+        """Operations to train on one token (PaLM, appendix B): 6 a weight in a matmul, and 12·L·C·T for attention."""
+        L, C, V = self.config.n_layer, self.config.n_embd, self.config.vocab_size
+        return 6 * (12 * L * C**2 + V * C) + 12 * L * C * T
+
+    def num_params(self) -> int:
+        """Parameters of the model as it is saved: tied weights once, no padding."""
+        padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
+        return sum(p.numel() for p in self.parameters()) - padding
+
+    def parameter_groups(self, weight_decay: float) -> list[dict]:
+        """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not."""
+        params = [p for p in self.parameters() if p.requires_grad]
+        return [
+            dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
+            dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
+        ]
+
+    def configure_optimizers(self, weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8) -> torch.optim.AdamW:
+        """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas; the fused kernel wherever the device has one."""
+        fused = self.transformer.wte.weight.device.type in ("cuda", "cpu")
+        return torch.optim.AdamW(self.parameter_groups(weight_decay), lr=learning_rate, betas=betas, eps=eps, fused=fused)
+
+    # -- generation --------------------------------------------------------------------------------------------------
+
+    def generate(self, idx, max_new_tokens, *, lengths=None, **sampling):
+        """idx (B, T) int64 -> (B, T + n): each row its prompt, then its new tokens, then `stop` (or 50256) up to the end.
+
+        lengths (B,): how much of each row of idx is prompt (default: all of it), so that prompts of different lengths
+        share a batch. The other arguments, and what happens at the end of the context window, are those of `stream`.
+        """
+        lengths = [idx.size(1)] * idx.size(0) if lengths is None else [int(n) for n in lengths]
+        new = list(self.stream(idx, max_new_tokens, lengths=lengths, **sampling))
+        fill = EOT if sampling.get("stop") is None else sampling["stop"]
+        out = F.pad(idx, (0, len(new)), value=fill)
+        for b, n in enumerate(lengths):
+            out[b, n:] = fill
+            for i, token in enumerate(new):
+                out[b, n + i] = token[b]
+        return out
+
+    @torch.no_grad()
+    def stream(self, idx, max_new_tokens, *, lengths=None, temperature=1.0, top_k=50, top_p=None, stop=None, generator=None):
+        """Yields (B,) tokens as they are made, at most max_new_tokens times; ends early when every row has produced `stop`.
+
+        temperature 0 takes the likeliest token; top_k and top_p (Holtzman et al. 2020) may be None. A row that outgrows the
+        context window goes on from the newest half of it. `generator` lives on the model's device.
+        """
+        B, T = idx.shape
+        lengths = [T] * B if lengths is None else [int(n) for n in lengths]
+        if min(lengths) < 1 or max(lengths) > T:
+            raise UserError(f"lengths {lengths}: every prompt needs at least 1 and at most {T} tokens (the width of idx)")
+        rows = [idx[b, :n].tolist() for b, n in enumerate(lengths)]
+        start, window = [0] * B, self.config.block_size
+        done = torch.zeros(B, dtype=torch.bool, device=idx.device)
+        cache = token = None
+        for _ in range(max_new_tokens):
+            for b, row in enumerate(rows):
+                if len(row) - start[b] > window:
+                    start[b], cache = len(row) - window // 2, None
+            context = [row[s:] for row, s in zip(rows, start, strict=True)]
+            if cache is None:  # read the whole context; prompts are padded at the right, where causal attention never looks
+                width = max(map(len, context))
+                left = max_new_tokens - (len(rows[0]) - lengths[0])
+                cache = KVCache(self, B, min(window, width + left))
+                batch = torch.tensor([c + [EOT] * (width - len(c)) for c in context], device=idx.device)
+                x = self.hidden(batch, caches=cache.prefill(width))
+                x = x[torch.arange(B), [len(c) - 1 for c in context]]  # (B, C)
+            else:  # only the newest token of each row, at its own position
+                pos = torch.tensor([[len(c) - 1] for c in context], device=idx.device)
+                mask, caches = cache.decode(pos)
+                x = self.hidden(token[:, None], pos, mask, caches)[:, -1]
+            token = choose(self.logits(x).float(), temperature, top_k, top_p, generator)
+            if stop is not None:
+                token = token.masked_fill(done, stop)
+                done |= token == stop
+            for row, t in zip(rows, token.tolist(), strict=True):
+                row.append(t)
+            yield token
+            if stop is not None and done.all():
+                return
+
+    # -- Hugging Face directories --------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(cls, name_or_dir: str | Path, **overrides) -> "GPT":
+        """Loads a Hugging Face GPT-2: a name on the hub (gpt2 … gpt2-xl), a directory, or one of our checkpoints.
+
+        overrides: fields of GPTConfig; a smaller block_size crops the positions. Raises UserError if it is no GPT-2.
+        """
+        directory = Path(name_or_dir) if Path(name_or_dir).is_dir() else download_pretrained(str(name_or_dir))
+        hf = read_json(directory / "config.json")
+        if hf.get("model_type") != "gpt2":
+            raise UserError(f"{name_or_dir} holds a {hf.get('model_type')!r} model; only GPT-2's architecture can be loaded")
+        if hf.get("activation_function", "gelu_new") != "gelu_new" or hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
+            raise UserError(f"{name_or_dir} is a GPT-2 with another activation or MLP width than OpenAI's; it cannot be loaded")
+        shape = dict(block_size=hf["n_positions"], **{k: hf[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")})
+        model = cls(GPTConfig(**{**shape, **overrides}))
+        model.load_hf_weights(read_weights(directory))
+        return model
+
+    @torch.no_grad()
+    def load_hf_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        """Copies a Hugging Face GPT-2 state dict in. Raises UserError for a missing tensor or another shape."""
+        for name, p in self.named_parameters():
+            w = weights.get(name, weights.get(name.removeprefix("transformer.")))  # the hub's own gpt2 has no prefix
+            if w is None:
+                raise UserError(f"the weights have no tensor {name}: this is not a GPT-2 of {self.config.n_layer} layers")
+            w = w.t() if is_conv1d(name) else w
+            rows = self.config.vocab_size if name == "transformer.wte.weight" else len(p)  # padding stays zero
+            if name == "transformer.wpe.weight" and len(w) < rows:
+                raise UserError(f"the weights know {len(w)} positions, {rows} were asked for: sequence_length can only shrink")
+            if w.shape[1:] != p.shape[1:] or len(w) < rows:
+                raise UserError(f"{name} has shape {tuple(w.shape)} where {(rows, *p.shape[1:])} was expected")
+            p[:rows] = w[:rows]
+
+    def hf_weights(self, state_dict: dict | None = None) -> dict[str, torch.Tensor]:
+        """The weights as Hugging Face names and turns them, GPT-2's 50,257 rows, the tied head once."""
+        state_dict = self.state_dict() if state_dict is None else state_dict
+        weights = {name: w.detach() for name, w in state_dict.items() if name != "lm_head.weight"}
+        weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: self.config.vocab_size]
+        return {name: (w.t() if is_conv1d(name) else w).contiguous() for name, w in weights.items()}
+
+    def save_pretrained(self, directory: str | Path, state_dict: dict | None = None) -> None:
+        """Writes a complete Hugging Face GPT-2 directory: `GPT2LMHeadModel.from_pretrained(directory)` and others read it."""
+        from safetensors.torch import save_file
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(self.hf_weights(state_dict), directory / "model.safetensors", metadata={"format": "pt"})
+        c = self.config
+        config = dict(
+            architectures=["GPT2LMHeadModel"],
+            model_type="gpt2",
+            vocab_size=c.vocab_size,
+            n_positions=c.block_size,
+            n_ctx=c.block_size,
+            **dict(n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd),
+            activation_function="gelu_new",
+            layer_norm_epsilon=1e-5,
+            **dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),  # trained without dropout
+            **dict(bos_token_id=EOT, eos_token_id=EOT),
+            dtype="float32",
+        )
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        (directory / "generation_config.json").write_text(json.dumps(dict(bos_token_id=EOT, eos_token_id=EOT), indent=2))
+        save_hf_tokenizer(directory, c.block_size)
+
+
+def is_conv1d(name: str) -> bool:
+    """Whether Hugging Face keeps this tensor as OpenAI did, (in, out), where nn.Linear has (out, in)."""
+    return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} is missing: a Hugging Face model directory or one of our ckpt_ directories was expected"
+        ) from None
+
+
+def read_weights(directory: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a model directory: model.safetensors, else pytorch_model.bin by the unpickler that runs no code."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        if (directory / "model.safetensors").exists():
+            return load_file(directory / "model.safetensors")
+        return torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f"{directory} has neither model.safetensors nor pytorch_model.bin") from None
+    except (SafetensorError, RuntimeError, EOFError) as error:
+        raise UserError(f"the weights in {directory} cannot be read ({error}): the file is damaged") from None
+
+
+def download_pretrained(name: str) -> Path:
+    """A hub repository's directory in Hugging Face's cache, downloaded where it is not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    wanted = ["config.json", "model.safetensors"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except (HFValidationError, RepositoryNotFoundError):
+        raise UserError(f"{name!r} is neither a directory here nor a model on the Hugging Face hub") from None
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(f"{name!r} is not a directory here, and the hub cannot be reached for it ({error})") from None
+
+
+class KVCache:
+    """Keys and values of every layer, (B, nh, S, hs) each, so that a new token costs one position instead of all."""
+
+    def __init__(self, model: GPT, B: int, S: int):
+        c, like = model.config, model.transformer.wpe.weight
+        shape = (c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
+        self.kv = torch.empty(shape, device=like.device, dtype=like.dtype)
+
+    def prefill(self, T: int):
+        """Per-layer functions for `hidden` that store positions 0..T-1 of all rows."""
+
+        def store(layer, k, v):
+            layer[0, :, :, :T], layer[1, :, :, :T] = k, v
+            return k, v
+
+        return [partial(store, layer) for layer in self.kv]
+
+    def decode(self, pos):
+        """For one new token a row at pos (B, 1): the mask (None where no row is longer than another) and the functions."""
+        width, rows = int(pos.max()) + 1, torch.arange(len(pos), device=pos.device)
+
+        def append(layer, k, v):
+            layer[0, rows, :, pos[:, 0]], layer[1, rows, :, pos[:, 0]] = k[:, :, 0].to(layer.dtype), v[:, :, 0].to(layer.dtype)
+            return layer[0, :, :, :width], layer[1, :, :, :width]
+
+        mask = torch.arange(width, device=pos.device) <= pos  # (B, S)
+        return None if bool(mask.all()) else mask[:, None, None, :], [partial(append, layer) for layer in self.kv]
+
+
+def choose(logits, temperature: float, top_k: int | None, top_p: float | None, generator=None):
+    """One token (B,) from logits (B, V): the likeliest at temperature 0, else a draw from the top_k, then the top_p of them."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    V = logits.size(-1)
+    values, indices = (logits / temperature).topk(min(top_k or V, V))  # sorted, largest first
+    probs = values.softmax(-1)
+    if top_p is not None:
+        probs = probs.masked_fill(probs.cumsum(-1) - probs > top_p, 0)  # all that is needed to reach top_p, at least one
+    return indices.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+
+
+# -- precision ---------------------------------------------------------------------------------------------------------
+
+
+def pick_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
+    """The dtype to autocast to on this device, and why. auto: bfloat16 where the hardware computes it, else float16 on CUDA."""
+    if name != "auto":
+        return getattr(torch, name), "as asked"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16, "compute capability 8.0 or newer"
+        return torch.float16, "this GPU has no bfloat16; the gradients are scaled"
+    if device.type == "cpu":  # emulated bfloat16 is slower than float32
+        has = getattr(torch.cpu, "get_capabilities", dict)()
+        if has.get("amx_bf16") or has.get("avx512_bf16"):
+            return torch.bfloat16, "this CPU has " + ("AMX" if has.get("amx_bf16") else "AVX512-BF16")
+        return torch.float32, "this CPU does not compute in bfloat16"
+    return (torch.bfloat16, "MPS has it") if device.type == "mps" else (torch.float32, "unknown device")
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """The context that computes in dtype where that is safe; nothing for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+class Shard:
+    """One file of tokens: our and build-nanogpt's `.npy`, llm.c's `.bin` with a header, nanoGPT's `.bin` without."""
+
+    HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, and zeros
+    MAGIC = 20240520
+
+    def __init__(self, path: Path):
+        self.path, self.offset = path, 0
+        size = path.stat().st_size
+        if path.suffix == ".npy":
+            try:
+                tokens = np.load(path, mmap_mode="r")
+            except (ValueError, EOFError) as error:
+                raise UserError(
+                    f"{path} is not a whole .npy file ({error}): it is damaged or truncated, make it again"
+                ) from None
+            if tokens.dtype != np.uint16 or tokens.ndim != 1:
+                raise UserError(f"{path} holds {tokens.dtype} of shape {tokens.shape}; a shard is one-dimensional uint16")
+            self.offset, self.num_tokens = tokens.offset, len(tokens)
+            return
+        header = np.fromfile(path, np.int32, 3)
+        if len(header) == 3 and header[0] == self.MAGIC:
+            self.offset, self.num_tokens = 4 * self.HEADER, int(header[2])
+            if header[1] != 1 or size != self.offset + 2 * self.num_tokens:
+                raise UserError(
+                    f"{path}: its header says version {header[1]} and {header[2]} tokens, version 1 and "
+                    f"{(size - self.offset) // 2} were found: it is damaged, or of another tokenizer"
+                )
+        elif size % 2:
+            raise UserError(f"{path} has an odd number of bytes ({size}): uint16 tokens were expected")
+        else:
+            self.num_tokens = size // 2
+
+    def tokens(self) -> np.ndarray:
+        return np.memmap(self.path, np.uint16, "r", self.offset, (self.num_tokens,))
+
+
+def permutation(n: int, *seed: int) -> np.ndarray:
+    """0..n-1 in an order that depends on the seed alone: the raw bits of PCG64 never change between versions of NumPy."""
+    return np.argsort(np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n), kind="stable")
+
+
+class DataLoaderLite:
+    """Batches from the token shards of one split: an endless stream of tokens cut into sequences of T+1, stride T.
+
+    Epoch follows epoch in one stream, and sequence k is the same whoever asks. `cursor` counts the sequences consumed by
+    all processes: it is the same on every rank, and the whole state. A batch of rank r is sequences cursor + r·B onwards.
+    With shuffle, each epoch permutes the shards, and inside a shard the pieces between two <|endoftext|>, by generators
+    seeded with (seed, epoch) and (seed, epoch, shard). Raises UserError for missing, damaged or too small shards.
+    """
+
+    def __init__(self, data_dir, split, B, T, process_rank=0, num_processes=1, shuffle=False, seed=1337, vocab_size=VOCAB_SIZE):
+        self.B, self.T, self.rank, self.num_processes = B, T, process_rank, num_processes
+        self.shuffle, self.seed, self.vocab_size = shuffle, seed, vocab_size
+        pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
+        paths = sorted(p for p in Path(data_dir).glob("*") if pattern.fullmatch(p.name))
+        if not paths:
+            raise UserError(
+                f"no {split} shards in {data_dir} (files like *_{split}_000000.npy): make them with python fineweb.py, "
+                "or name another directory with --data-dir"
+            )
+        self.shards = [Shard(path) for path in paths]
+        self.num_tokens = sum(shard.num_tokens for shard in self.shards)  # of an epoch
+        if self.num_tokens <= T:
+            raise UserError(f"the {split} split in {data_dir} has {self.num_tokens} tokens, less than one sequence of {T} + 1")
+        self.open_shard = lru_cache(maxsize=2)(self.open_shard)
+        self.shard_order = lru_cache(maxsize=2)(self.shard_order)
+        self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
+        self.reset()
+
+    def reset(self) -> None:
+        self.load_state_dict({"cursor": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.cursor = state["cursor"]
+        self.prefetch()
+
+    def prefetch(self) -> None:
+        """Begins to read the next batch in the background, so that a step does not wait for it."""
+        self.coming = self.reader.submit(self.batch, self.cursor + self.rank * self.B, self.B)
+
+    def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y (B, T) int64 on the CPU (pinned where there is a GPU); y is x one token later."""
+        x, y = self.coming.result()
+        self.cursor += self.B * self.num_processes
+        self.prefetch()
+        return x, y
+
+    def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences first … first + count - 1 as x, y (count, T): the one place where the stream is cut into sequences."""
+        stream = self.read(first * self.T, count * self.T + 1)
+        x, y = (torch.from_numpy(s.astype(np.int64)).view(count, self.T) for s in (stream[:-1], stream[1:]))
+        return (x.pin_memory(), y.pin_memory()) if torch.cuda.is_available() else (x, y)
+
+    def read(self, position: int, count: int) -> np.ndarray:
+        """`count` tokens of the endless stream, uint16."""
+        parts = []
+        while count:
+            epoch, offset = divmod(position, self.num_tokens)
+            order, ends = self.shard_order(epoch)
+            i = int(np.searchsorted(ends, offset, side="right"))  # the shard that holds this token
+            n = min(count, int(ends[i]) - offset)
+            parts.append(self.read_shard(int(order[i]), epoch, offset - (int(ends[i - 1]) if i else 0), n))
+            position, count = position + n, count - n
+        return np.concatenate(parts)
+
+    def read_shard(self, index: int, epoch: int, offset: int, count: int) -> np.ndarray:
+        """`count` tokens from `offset` of a shard, in the order that this epoch gives to its pieces."""
+        tokens, starts, ends = self.open_shard(index, epoch if self.shuffle else 0)
+        parts = []
+        i = int(np.searchsorted(ends, offset, side="right"))
+        while count:
+            into = offset - (int(ends[i - 1]) if i else 0)
+            n = min(count, int(ends[i]) - offset)
+            begin = int(starts[i]) + into
+            part = np.array(tokens[begin : begin + n])
+            if part.max() >= self.vocab_size:
+                bad = int(np.argmax(part >= self.vocab_size))
+                raise UserError(
+                    f"{self.shards[index].path}: token {part[bad]} at offset {begin + bad} is outside the vocabulary of "
+                    f"{self.vocab_size}: the file is damaged, or made with another tokenizer"
+                )
+            parts.append(part)
+            offset, count, i = offset + n, count - n, i + 1
+        return np.concatenate(parts)
+
+    def shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards of an epoch in order, and where each ends in it."""
+        order = permutation(len(self.shards), self.seed, epoch) if self.shuffle else np.arange(len(self.shards))
+        return order, np.cumsum([self.shards[i].num_tokens for i in order])
+
+    def open_shard(self, index: int, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """A shard's tokens (mapped, not read), where its pieces start in the file, and where they end once permuted."""
+        tokens = self.shards[index].tokens()
+        if not self.shuffle:
+            return tokens, np.array([0]), np.array([len(tokens)])
+        starts = np.flatnonzero(tokens == EOT)
+        starts = starts if len(starts) and starts[0] == 0 else np.concatenate([[0], starts])
+        order = permutation(len(starts), self.seed, epoch, index)
+        return tokens, starts[order], np.cumsum(np.diff(starts, append=len(tokens))[order])
