@@ -68,6 +68,10 @@ class World:
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         return self.sum(x) / self.size
 
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process: the same answer on each. It travels beside the GPU's own work."""
+        return self.sum(torch.tensor(int(flag))).item() > 0
+
     def barrier(self) -> None:
         """Waits until every process has come here."""
         self.sum(torch.zeros(1, device=self.device))

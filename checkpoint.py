@@ -1,0 +1,110 @@
+"""A checkpoint: a directory that is a complete Hugging Face GPT-2, with `training_state.pt` beside the weights.
+
+It is written under another name and renamed when everything is on the disk, so a directory called ckpt_* is whole.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+
+from distributed import World
+from model import GPT
+from tokenizer import UserError
+
+NAME = re.compile(r"ckpt_(\d{6,})")
+STATE = "training_state.pt"
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+EMBEDDING = "transformer.wte.weight"
+
+
+def save(log_dir: str | Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict, world: World) -> Path:
+    """Writes log_dir/ckpt_{step:06d} from `model` (unwrapped), the optimizer and `state` (plain values; has `step`).
+
+    Every rank calls it; rank 0 writes. A directory of that name is replaced, and is never missing a file in between.
+    """
+    final = Path(log_dir) / f"ckpt_{state['step']:06d}"
+    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    if world.is_main:
+        beside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
+        for leftover in (beside, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        model.save_pretrained(beside)
+        torch.save({**state, "optimizer": resize_embedding(optimizer_state, model.config.vocab_size)}, beside / STATE)
+        for file in (*beside.iterdir(), beside):
+            sync(file)
+        if final.exists():
+            final.rename(old)
+        beside.rename(final)
+        sync(final.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    world.barrier()
+    return final
+
+
+def load_state(directory: str | Path) -> dict:
+    """The training state of a checkpoint, on the CPU. Raises UserError if there is none or it is damaged."""
+    path = Path(directory) / STATE
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing: {directory} holds no training state; --init-from takes weights alone") from None
+    except Exception as error:  # a truncated or altered archive fails in many ways
+        raise UserError(f"{path} cannot be read ({type(error).__name__}): the checkpoint is damaged") from None
+
+
+def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> None:
+    """Gives the optimizer the state that `save` kept, whatever the padding of the embedding was then."""
+    rows = model.transformer.wte.weight.size(0)
+    set_optimizer_state_dict(model, optimizer, resize_embedding(state["optimizer"], rows), options=FULL)
+
+
+def resize_embedding(optimizer_state: dict, rows: int) -> dict:
+    """The same state with the embedding's moments cut or padded with zeros to `rows`: padding is never saved."""
+
+    def resize(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() != 2:
+            return x
+        return torch.cat([x[:rows], x.new_zeros(max(0, rows - len(x)), x.size(1))])
+
+    moments = {key: resize(x) for key, x in optimizer_state["state"].get(EMBEDDING, {}).items()}
+    return {**optimizer_state, "state": {**optimizer_state["state"], EMBEDDING: moments}}
+
+
+def checkpoints(log_dir: str | Path) -> list[Path]:
+    """The checkpoints in log_dir, oldest first."""
+    found = [(int(m[1]), p) for p in Path(log_dir).glob("ckpt_*") if (m := NAME.fullmatch(p.name))]
+    return [path for _, path in sorted(found)]
+
+
+def newest(log_dir: str | Path, say=print) -> tuple[Path, dict] | None:
+    """The newest whole checkpoint in log_dir and its state; None if there is none. A damaged one is named and skipped."""
+    for path in reversed(checkpoints(log_dir)):
+        try:
+            GPT.from_pretrained(path)
+            return path, load_state(path)
+        except UserError as error:
+            say(f"skipping {path}: {error}")
+    return None
+
+
+def prune(log_dir: str | Path, keep: int, best: Path | None = None) -> None:
+    """Removes all checkpoints but the `keep` newest and the best; called when the newest is safe on the disk."""
+    found = checkpoints(log_dir)
+    for path in found[: len(found) - keep]:
+        if path != best:
+            shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))  # at no time a ckpt_ directory that is not whole
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or a directory's entries, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory, and needs no such call
+        return
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,393 @@
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest? python hellaswag.py --model gpt2
+
+An example is a context, four endings and the label of the right one. A model's choice is the ending with the smallest loss:
+acc compares the summed losses, acc_norm the mean loss per token of the ending (as build-nanogpt and llm.c do; note that
+lm-evaluation-harness's acc_norm divides by bytes, and its own `hellaswag` task rewrites the texts).
+"""
+
+import hashlib
+import json
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import tyro
+from tqdm import tqdm
+
+from distributed import World
+from model import GPT, autocast, pick_dtype
+from tokenizer import UserError, get_tokenizer, run_script
+
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
+BLOB_IDS = {  # git's names for the contents of these files
+    "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
+    "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
+    "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
+}
+PROJECTED_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held at one time
+PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}  # acc, acc_norm on all of val: build-nanogpt's hellaswag.py
+
+
+# -- data --------------------------------------------------------------------------------------------------------------
+
+
+def download(split: str, folder: str | Path = "hellaswag", url: str = URL, blob_ids=BLOB_IDS, attempts=3, patience=1.0) -> Path:
+    """The official jsonl of a split (train, val or test), fetched into `folder` unless it is there; whole or not at all.
+
+    A server that fails is asked again after `patience` seconds, then twice as many. Raises UserError where there is no
+    network (within seconds), where the attempts run out, and for a file whose content has another git blob id.
+    """
+    if split not in blob_ids:
+        raise UserError(f"HellaSwag has no split {split!r}: use one of {', '.join(blob_ids)}")
+    path, url = Path(folder) / f"hellaswag_{split}.jsonl", url.format(split=split)
+    if path.exists():
+        if (found := blob_id(path.read_bytes())) != blob_ids[split]:
+            raise UserError(
+                f"{path} is not the official file (blob id {found}, not {blob_ids[split]}): delete it to fetch it anew"
+            )
+        return path
+    for attempt in range(attempts):
+        content, problem, again = fetch(url)
+        if not problem and (found := blob_id(content)) != blob_ids[split]:
+            problem, again = f"{len(content)} bytes with blob id {found} came, {blob_ids[split]} was expected", True
+        if not problem or not again:
+            break
+        if attempt + 1 < attempts:
+            time.sleep(patience * 2**attempt)
+    if problem:
+        raise UserError(f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it with --path")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(
+            f"HellaSwag cannot be written to {folder} ({error}): copy the file elsewhere, name it with --path"
+        ) from None
+    return path
+
+
+def fetch(url: str, connect_seconds: float = 4) -> tuple[bytes, str, bool]:
+    """One attempt: the content, what went wrong (or nothing), and whether trying again could help."""
+    import requests
+
+    # A thread of its own for the connection: a dead resolver, or eight dead addresses in turn, do not heed requests' timeout.
+    answers: queue.Queue = queue.Queue()
+
+    def connect() -> None:
+        try:
+            answers.put(requests.get(url, stream=True, timeout=(connect_seconds, 20)))
+        except (requests.RequestException, ValueError) as error:
+            answers.put(error)
+
+    threading.Thread(target=connect, daemon=True).start()
+    try:
+        answer = answers.get(timeout=connect_seconds + 1)
+        if isinstance(answer, Exception):
+            return b"", f"no connection: {type(answer).__name__}", False
+        answer.raise_for_status()
+        size = int(answer.headers.get("content-length", 0)) or None
+        with answer, tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
+            content = bytearray()
+            for chunk in answer.iter_content(1 << 16):
+                content += chunk
+                bar.update(len(chunk))
+        return bytes(content), "", True
+    except queue.Empty:
+        return b"", f"no connection within {connect_seconds + 1} seconds", False
+    except requests.HTTPError as error:
+        return b"", str(error), answer.status_code >= 500 or answer.status_code == 429
+    except requests.RequestException as error:
+        return b"", f"the transfer broke off: {error}", True
+
+
+def blob_id(content: bytes) -> str:
+    """What git calls this content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def iterate_examples(split: str = "val", path: str | Path = "") -> Iterator[dict]:
+    """Yields the examples of a split, or of a local jsonl file: dicts with `ctx`, four `endings` and the right one's `label`.
+
+    Raises UserError for a missing or empty file, and at the first line that is no such example.
+    """
+    path = Path(path) if path else download(split)
+    if not path.is_file():
+        raise UserError(f"{path} is not there: HellaSwag as jsonl was expected (without a path it is downloaded)")
+    count = 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                example = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number} is not JSON ({error}): mend it, or fetch the file again") from None
+            check(example, f"{path}, line {number}")
+            count += 1
+            yield example
+    if not count:
+        raise UserError(f"{path} is empty: HellaSwag as jsonl was expected, one example a line; fetch it again")
+
+
+def check(example, where: str) -> None:
+    """Raises UserError unless this is an example; a label may be missing (the test split has none), but not wrong."""
+    problem = None
+    if not isinstance(example, dict) or not isinstance(example.get("ctx"), str) or not example["ctx"]:
+        problem = "has no text under `ctx`"
+    elif not isinstance(endings := example.get("endings"), list) or not all(isinstance(e, str) for e in endings):
+        problem = "has no list of texts under `endings`"
+    elif len(endings) != 4:
+        problem = f"has {len(endings)} endings"
+    elif "label" in example and str(example["label"]) not in ("0", "1", "2", "3"):
+        problem = f"has the label {example['label']!r}"
+    if problem:
+        raise UserError(f"{where} {problem}: an example is a `ctx`, 4 `endings` and a `label` from 0 to 3; mend or remove it")
+
+
+def load_examples(split="val", path: str | Path = "", limit=0, world: World | None = None) -> list[dict]:
+    """All examples (or the first `limit`) on every process, downloaded by one. Where one fails, all raise UserError."""
+    examples, problem = [], ""
+    for turn in (True, False) if world and world.size > 1 else (True,):  # the main process first, the others find the file
+        try:
+            if not world or world.is_main is turn:
+                examples = list(islice(iterate_examples(split, path), limit or None))
+        except UserError as error:
+            problem = str(error)
+        if world.any(bool(problem)) if world else problem:
+            raise UserError(problem or "HellaSwag could not be read by another process, see there")
+    return examples
+
+
+def encode_example(example: dict, encode: Callable[[str], list[int]]) -> tuple[list[int], list[list[int]]]:
+    """The tokens of the context and of each ending, which begins with a space as in running text."""
+    return encode(example["ctx"]), [encode(" " + ending) for ending in example["endings"]]
+
+
+def render_example(example: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """An example as build-nanogpt lays it out: tokens (4, N), mask (4, N), label.
+
+    Row i is the context and ending i, padded with zeros at the right; the mask is 1 on the ending. Raises UserError for a
+    dict that is no labelled example.
+    """
+    check(example, "this example")
+    if "label" not in example:
+        raise UserError("this example has no label: the splits train and val have them, test has not")
+    context, endings = encode_example(example, get_tokenizer().encode_ordinary)
+    N = len(context) + max(map(len, endings))
+    tokens, mask = torch.zeros(4, N, dtype=torch.long), torch.zeros(4, N, dtype=torch.long)
+    for i, ending in enumerate(endings):
+        tokens[i, : len(context) + len(ending)] = torch.tensor(context + ending)
+        mask[i, len(context) : len(context) + len(ending)] = 1
+    return tokens, mask, int(example["label"])
+
+
+# -- scoring -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One row of a batch: a context once, then endings side by side, which see the context and themselves.
+
+    An ending's last token is predicted but never read. `columns` are where the tokens `targets` are predicted, `slots` whose
+    loss they belong to: 4 × example + ending.
+    """
+
+    tokens: list[int]
+    pos: list[int]
+    part: list[int]  # 0 the context, 1 to 4 an ending
+    columns: list[int] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+
+    def add(self, ending: list[int], part: int, slot: int) -> None:
+        C, start, new = self.part.count(0), len(self.tokens), len(ending) - 1
+        self.columns += [C - 1, *range(start, start + new)]  # the context's last token predicts every ending's first
+        self.targets += ending
+        self.slots += [slot] * len(ending)
+        self.tokens += ending[:-1]
+        self.pos += range(C, C + new)
+        self.part += [part] * new
+
+
+def lay_out(n: int, context: list[int], endings: list[list[int]], width: int) -> list[Row]:
+    """Example n as few rows of at most `width` tokens; 0: one ending a row."""
+    rows: list[Row] = []
+    for i, ending in enumerate(endings):
+        if not rows or len(rows[-1].tokens) + len(ending) - 1 > width:
+            rows.append(Row(list(context), list(range(len(context))), [0] * len(context)))
+        rows[-1].add(ending, i + 1, 4 * n + i)
+    return rows
+
+
+def make_batches(rows: list[Row], budget: int) -> list[list[Row]]:
+    """Rows of similar length together, as many as `budget` tokens hold with their padding; the longest first."""
+    batches: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):
+        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0].tokens) > budget:
+            batches.append([])
+        batches[-1].append(row)
+    return batches
+
+
+def token_losses(model, batch: list[Row], device: torch.device) -> torch.Tensor:
+    """−log p of the batch's targets in nats, float32, row after row."""
+    W = len(batch[0].tokens)
+
+    def padded(rows):
+        return torch.tensor([row + [0] * (W - len(row)) for row in rows], device=device)  # (B, W)
+
+    tokens, part = padded([row.tokens for row in batch]), padded([row.part for row in batch])
+    where = torch.tensor([[b, c] for b, row in enumerate(batch) for c in row.columns], device=device).T
+    targets = torch.tensor([t for row in batch for t in row.targets], device=device)
+    if isinstance(model, GPT):
+        mask = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])  # (B, W, W): the context and oneself …
+        mask = mask.tril()[:, None]  # … and nothing later; padding stands at the right, where nobody looks
+        x, project = model.hidden(tokens, padded([row.pos for row in batch]), mask), model.logits
+    else:
+        lengths = torch.tensor([[len(row.tokens)] for row in batch], device=device)
+        attention_mask = (torch.arange(W, device=device) < lengths).long()
+        x, project = model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits, lambda logits: logits
+    x = x[tuple(where)]  # (P, C)
+    chunks = zip(x.split(PROJECTED_AT_ONCE), targets.split(PROJECTED_AT_ONCE), strict=True)
+    return torch.cat([F.cross_entropy(project(x).float(), t, reduction="none") for x, t in chunks])
+
+
+@torch.no_grad()
+def score(model, examples, device, *, world=None, dtype=torch.float32, progress=False, tokens_per_batch=0, encode=None):
+    """-> losses (N, 4), lengths (N, 4), truncated: each ending's summed loss in nats (float64), its tokens, how many were cut.
+
+    Where context and ending outgrow the model, the context loses tokens at the left. The arguments are those of `evaluate`.
+    """
+    device, model = torch.device(device), getattr(model, "_orig_mod", model)  # a compiled module would recompile for each width
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    encode = encode or get_tokenizer().encode_ordinary
+    window = getattr(model.config, "block_size", None) or getattr(model.config, "max_position_embeddings", None) or math.inf
+    rows, lengths, truncated = [], np.zeros((len(examples), 4), dtype=np.int64), 0
+    for n, example in enumerate(examples):
+        check(example, f"example {n}")
+        context, endings = encode_example(example, encode)
+        longest = max(map(len, endings))
+        if len(context) + longest - 1 > window:
+            truncated += 1
+            context = context[-max(1, window - longest + 1) :]
+            endings = [ending[:window] for ending in endings]
+        lengths[n] = [len(ending) for ending in endings]
+        rows += lay_out(n, context, endings, window if isinstance(model, GPT) else 0)
+
+    # The batches are the same for any number of processes, so the losses are too. Every process makes as many forward passes
+    # as the others (the last may be an idle repetition): a sharded model gathers its weights in each.
+    batches = make_batches(rows, tokens_per_batch or (1024 if device.type == "cpu" else 16384))
+    mine, losses, modes = [], [], [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with autocast(device, dtype):  # one context for all batches: the weights are cast once
+            for k in tqdm(range(rank, rank + len(batches), size), "HellaSwag", disable=not progress or rank > 0, leave=False):
+                batch = batches[k % len(batches)]
+                loss = token_losses(model, batch, device)
+                if k < len(batches):
+                    mine += [slot for row in batch for slot in row.slots]
+                    losses.append(loss)
+    finally:
+        for module, mode in modes:
+            module.training = mode
+    weights = torch.cat(losses).cpu().double().numpy() if losses else None
+    total = torch.from_numpy(
+        np.bincount(np.array(mine, dtype=np.int64), weights, minlength=4 * len(examples)).astype(np.float64)
+    )
+    return (world.sum(total) if world else total).view(-1, 4).numpy(), lengths, truncated
+
+
+def evaluate(model, examples, device, *, world=None, dtype=torch.float32, progress=False, **options) -> dict:
+    """Scores `examples` (as iterate_examples gives them) with our GPT, or any causal language model of transformers.
+
+    Returns acc (smallest summed loss), acc_norm (smallest mean loss per token of the ending), their standard errors,
+    num_correct, num_correct_norm, total and num_truncated (contexts cut at the left). world: the processes that share the work, each gets
+    the same result. dtype: autocast to it. encode: the model's tokenizer, str -> ids, where it is not GPT-2's. Leaves the
+    training mode and all random state as they were. Raises UserError for malformed, unlabelled or no examples.
+    """
+    examples = list(examples)
+    if not examples:
+        raise UserError("there are no examples to score: pass at least one")
+    if any("label" not in example for example in examples):
+        raise UserError("examples without labels cannot be scored: use the split val or train, not test")
+    losses, lengths, truncated = score(model, examples, device, world=world, dtype=dtype, progress=progress, **options)
+    labels, total = np.array([int(example["label"]) for example in examples]), len(examples)
+    result = {}
+    for suffix, value in ("", losses), ("_norm", losses / lengths):
+        correct = int((value.argmin(1) == labels).sum())
+        acc = correct / total
+        stderr = math.sqrt(acc * (1 - acc) / max(1, total - 1))
+        result |= {f"acc{suffix}": acc, f"acc{suffix}_stderr": stderr, f"num_correct{suffix}": correct}
+    return result | {"total": total, "num_truncated": truncated}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class HellaSwagConfig:
+    """Score a GPT-2 on HellaSwag; with torchrun, on many processes."""
+
+    model: str = "gpt2"  # gpt2 | gpt2-medium | gpt2-large | gpt2-xl, a checkpoint, or any Hugging Face GPT-2 directory
+    limit: int = 0  # only the first examples; 0 = all 10,042
+    path: str = ""  # a jsonl file; empty = download it
+    device: str = "auto"  # auto | cuda | mps | cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    json: str = ""  # write the result to this file
+
+
+def main() -> None:
+    config = tyro.cli(HellaSwagConfig)
+    if config.limit < 0:
+        raise UserError(f"--limit {config.limit}: 0 (all examples) or more was expected")
+    if config.json and not (folder := Path(config.json).resolve().parent).is_dir():
+        raise UserError(f"--json {config.json}: there is no directory {folder}, make it first")
+    with World(config.device) as world:
+        examples = load_examples("val", config.path, config.limit, world)
+        model = GPT.from_pretrained(config.model).to(world.device)
+        dtype, _ = pick_dtype(world.device, config.dtype)
+        start = time.perf_counter()
+        result = evaluate(model, examples, world.device, world=world, dtype=dtype, progress=True)
+        if not world.is_main:
+            return
+        seconds = time.perf_counter() - start
+        report(config.model, result, complete=not config.path and not config.limit)
+        print(
+            f"{result['total']} examples in {seconds:.1f} s on {world.size} × {world.device.type}, {dtype}".replace(
+                "torch.", ""
+            )
+        )
+        if config.json:
+            record = dict(
+                model=config.model, path=config.path, dtype=str(dtype).removeprefix("torch."), seconds=seconds, **result
+            )
+            Path(config.json).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def report(model: str, result: dict, complete: bool) -> None:
+    """Prints what was found, what it means and, for all of val, what others found for this model."""
+    meanings = {"": "smallest summed loss of the ending", "_norm": "smallest mean loss per token of the ending"}
+    for i, (suffix, meaning) in enumerate(meanings.items()):
+        published = f"; published {PUBLISHED[model][i]:.4f}" if complete and model in PUBLISHED else ""
+        print(
+            f"acc{suffix:5} {result[f'acc{suffix}']:.4f} ± {result[f'acc{suffix}_stderr']:.4f}  "
+            f"{result[f'num_correct{suffix}']}/{result['total']}  ({meaning}{published})"
+        )
+    if result["num_truncated"]:
+        print(f"{result['num_truncated']} contexts were cut at the left to fit the model")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,679 @@
+"""Trains a GPT-2. The 124M reproduction on one machine of 8 GPUs, or the same on a laptop:
+
+torchrun --standalone --nproc_per_node=8 train_gpt2.py
+python train_gpt2.py --preset quickstart
+"""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from tqdm import tqdm
+
+import checkpoint
+import hellaswag
+import plots
+import sample
+from distributed import World
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, pick_dtype
+from tokenizer import UserError, run_script
+
+
+@dataclass
+class TrainConfig:
+    """Train a GPT-2. Without a flag: the reproduction of the 124M model. A part with `every` 0 is off."""
+
+    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "quickstart"] = "gpt2"
+    """a complete set of the values below, which any flag overrides"""
+
+    # where things are
+    data_dir: str = "edu_fineweb10B"  # directory of token shards, as fineweb.py makes them
+    log_dir: str = "log"  # what the run leaves: logs, plot, checkpoints
+    init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a model directory or checkpoint
+    resume: str = "none"  # none | auto (the newest whole checkpoint in log_dir, if any) | a checkpoint directory
+    overwrite: bool = False  # start anew in a log_dir that holds a run
+
+    # the model (GPT-2 paper, table 2)
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads a block
+    n_embd: int = 768  # channels, C
+    pad_vocab_to: int = 128  # embedding rows are a multiple of this, in memory only
+    sequence_length: int = 1024  # tokens in a sequence, T, and the context window of a new model
+
+    # the batch: total_batch_size = batch_size × sequence_length × accumulation × processes
+    batch_size: int = 0  # sequences of a micro-batch on each process, B; 0 = the largest power of two up to 64 that fits
+    total_batch_size: int = 524288  # tokens an update (GPT-3 paper, table 2.1: 0.5M)
+
+    # the recipe (GPT-3 paper, section 2.3 and appendix B)
+    max_steps: int = 19073  # updates: 10B tokens of 0.5M
+    warmup_steps: int = 715  # linear warm-up: 375M tokens
+    learning_rate: float = 6e-4  # at its peak
+    min_lr_frac: float = 0.1  # of the peak, at the end
+    decay: Literal["cosine", "linear", "wsd"] = "cosine"  # after warm-up; wsd stays at the peak until its last part
+    decay_frac: float = 0.2  # the part of max_steps over which wsd decays
+    weight_decay: float = 0.1  # on matrices and embeddings
+    beta1: float = 0.9  # AdamW
+    beta2: float = 0.95  # AdamW
+    eps: float = 1e-8  # AdamW
+    grad_clip: float = 1.0  # largest norm of the gradient; 0 = off
+
+    # what happens on the way, at step 0, every so many steps, and at the end
+    val_every: int = 250  # validation loss
+    val_tokens: int = 10485760  # tokens of the validation split to look at
+    hellaswag_every: int = 250  # HellaSwag score
+    hellaswag_limit: int = 0  # only the first examples; 0 = all 10,042
+    hellaswag_path: str = ""  # a jsonl file; empty = download it
+    sample_every: int = 250  # samples (not at step 0)
+    sample_prompt: str = "Hello, I'm a language model,"  # what they continue
+    sample_tokens: int = 32  # tokens added to it
+    num_samples: int = 4  # how many, on each process
+    checkpoint_every: int = 5000  # checkpoints (not at step 0)
+    keep_checkpoints: int = 2  # how many of the newest to keep; the best by validation loss stays too
+
+    # how it computes
+    seed: int = 1337  # of the weights, the order of the data, and the samples
+    shuffle: bool = True  # permute the documents anew in each epoch
+    device: str = "auto"  # auto | cuda | mps | cpu
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # what to autocast to
+    compile: bool = True  # torch.compile the training step, where there is a compiler
+    activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more work
+    deterministic: bool = False  # CUDA: bit-identical runs, slower (a CPU is so anyway)
+    overfit_single_batch: bool = False  # train on the first batch only: the loss must go to zero
+
+
+PRESETS = {
+    # sizes: GPT-2 paper, table 2; learning rates, batch sizes and warm-up: GPT-3 paper, table 2.1 and appendix B
+    "gpt2": TrainConfig(),
+    "gpt2-medium": TrainConfig(preset="gpt2-medium", **SIZES["gpt2-medium"], learning_rate=3e-4),
+    "gpt2-large": TrainConfig(preset="gpt2-large", **SIZES["gpt2-large"], learning_rate=2.5e-4),
+    "gpt2-xl": TrainConfig(
+        preset="gpt2-xl",
+        **SIZES["gpt2-xl"],
+        learning_rate=2e-4,
+        total_batch_size=1048576,
+        max_steps=9536,
+        warmup_steps=358,  # 375M tokens
+    ),
+    "gpt3-125m": TrainConfig(preset="gpt3-125m", sequence_length=2048),
+    # about three minutes on two CPU cores; its learning rate is the best of those tried on this corpus
+    "quickstart": TrainConfig(
+        preset="quickstart",
+        data_dir="data/stdlib",
+        log_dir="log/quickstart",
+        **dict(n_layer=6, n_head=6, n_embd=192, sequence_length=256),
+        **dict(batch_size=8, total_batch_size=2048, max_steps=400, warmup_steps=40, learning_rate=4e-3),
+        **dict(val_every=50, val_tokens=65536, hellaswag_every=400, hellaswag_limit=100, checkpoint_every=200),
+        **dict(sample_every=200, sample_prompt="def ", sample_tokens=96, num_samples=2),
+    ),
+}
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The learning rate of update `step`: linear warm-up, then decay to min_lr_frac of the peak at max_steps.
+
+    cosine: GPT-3 paper, appendix B. wsd: warm-up, stable, linear decay (Hu et al. 2024, MiniCPM).
+    """
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    decay_steps = config.max_steps - config.warmup_steps
+    if config.decay == "wsd":
+        decay_steps = min(decay_steps, round(config.decay_frac * config.max_steps))
+    progress = min(1.0, max(0.0, 1 - (config.max_steps - step) / max(1, decay_steps)))
+    part = 0.5 * (1 + math.cos(math.pi * progress)) if config.decay == "cosine" else 1 - progress
+    return config.learning_rate * (config.min_lr_frac + (1 - config.min_lr_frac) * part)
+
+
+def check(config: TrainConfig, world_size: int) -> list[str]:
+    """Every problem of a configuration, a sentence each, before anything is allocated. Empty if there is none."""
+    c, problems = config, []
+
+    def expect(ok: bool, sentence: str) -> bool:
+        if not ok:
+            problems.append(sentence)
+        return ok
+
+    for name in ("n_layer", "n_head", "n_embd", "pad_vocab_to", "sequence_length", "total_batch_size", "max_steps"):
+        expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be at least 1")
+    for name in ("batch_size", "warmup_steps", "weight_decay", "grad_clip", "val_every", "hellaswag_every", "hellaswag_limit"):
+        expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
+    for name in ("sample_every", "checkpoint_every", "min_lr_frac"):
+        expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
+    for name in ("learning_rate", "eps", "num_samples", "sample_tokens", "keep_checkpoints"):
+        expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be above 0")
+    for name in ("beta1", "beta2"):
+        expect(0 <= getattr(c, name) < 1, f"{name} is {getattr(c, name)}: it must be at least 0 and below 1")
+    expect(0 < c.decay_frac <= 1, f"decay_frac is {c.decay_frac}: it must be above 0, at most 1")
+    if problems:
+        return problems
+    T, S = c.sequence_length, c.total_batch_size // c.sequence_length  # S sequences an update
+    expect(
+        c.n_embd % c.n_head == 0, f"n_embd {c.n_embd} does not divide by n_head {c.n_head}: use {nearby(c.n_embd, c.n_head)}"
+    )
+    expect(c.warmup_steps < c.max_steps, f"warmup_steps {c.warmup_steps} leaves nothing of max_steps {c.max_steps}: use fewer")
+    expect(not c.val_every or c.val_tokens >= T, f"val_tokens {c.val_tokens} is less than a sequence of {T}: use at least {T}")
+    if c.resume == "none" and not c.overwrite and (Path(c.log_dir) / "metrics.jsonl").exists():
+        expect(
+            False, f"log_dir {c.log_dir!r} holds a run: add --resume auto to go on with it, --overwrite, or another --log-dir"
+        )
+    if not Path(c.data_dir).is_dir():
+        how = {"quickstart": " --source stdlib --data-dir data/stdlib"}.get(c.preset, f" --data-dir {c.data_dir}")
+        expect(False, f"data_dir {c.data_dir!r} does not exist: make it with python fineweb.py{how}")
+    if expect(
+        c.total_batch_size % T == 0,
+        f"total_batch_size {c.total_batch_size} tokens is not a whole number of sequences of {T}: "
+        f"use {nearby(c.total_batch_size, T)}",
+    ) and expect(
+        S % world_size == 0,
+        f"the {S} sequences of a batch (total_batch_size {c.total_batch_size} / sequence_length {T}) cannot be split over "
+        f"{world_size} processes: use a number of processes that divides {S}, or total_batch_size {nearby(S, world_size, T)}",
+    ):
+        fits = [b for b in range(1, S // world_size + 1) if S // world_size % b == 0 and b <= 64]
+        expect(
+            c.batch_size == 0 or S // world_size % c.batch_size == 0,
+            f"batch_size {c.batch_size} does not divide the {S // world_size} sequences of each of {world_size} process(es): "
+            f"use one of {', '.join(map(str, fits))}",
+        )
+    return problems
+
+
+def nearby(n: int, divisor: int, unit: int = 1) -> str:
+    """The multiples of divisor next to n, in units: '6 or 12'."""
+    below = n // divisor * divisor
+    return " or ".join(str(unit * m) for m in (below, below + divisor) if m)
+
+
+def fit_batch_size(model: torch.nn.Module, raw: GPT, config: TrainConfig, world: World, dtype: torch.dtype) -> int:
+    """The largest power of two up to 64 that divides the batch and fits in memory, the same on every process.
+
+    On a GPU it tries: a forward and a backward pass with room held for the optimizer's moments. On a CPU, where running
+    out of memory raises nothing, it stays within half of the free memory by an estimate of the activations.
+    """
+    per_process = config.total_batch_size // config.sequence_length // world.size
+    B = math.gcd(64, per_process)
+    if world.device.type == "cuda":
+        fits = False
+        while not fits and B > 1:
+            fits = not world.any(runs_out_of_memory(model, raw, B, config.sequence_length, world, dtype))
+            B = B if fits else B // 2
+        return B
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * 2**30
+    bytes_per_value = 4 if dtype == torch.float32 else 3  # bfloat16, with some float32 beside it
+    per_token = bytes_per_value * (18 * config.n_embd * raw.config.n_layer + 3 * raw.config.padded_vocab_size)
+    room = free / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 12 * raw.num_params()  # gradients and two moments
+    while B > 1 and B * config.sequence_length * per_token > room:
+        B //= 2
+    while world.any(B * config.sequence_length * per_token > room and B > 1):
+        B //= 2
+    return B
+
+
+def runs_out_of_memory(model, raw: GPT, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
+    """Whether a micro-batch of B sequences does not fit beside weights, gradients and AdamW's two moments."""
+    try:
+        moments = torch.empty(2 * sum(p.numel() for p in raw.parameters()), device=world.device)
+        x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
+        with autocast(world.device, dtype):
+            loss = model(x, x)[1]
+        loss.backward()
+        del moments
+        return False
+    except torch.OutOfMemoryError:
+        return True
+    finally:
+        raw.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT came: the unfinished update or evaluation is dropped."""
+
+
+class Stop:
+    """Remembers SIGTERM and SIGINT, and raises Interrupted on all processes at the same point. A second one ends at once."""
+
+    def __init__(self, world: World):
+        self.world, self.asked = world, False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.remember)
+
+    def remember(self, number, _frame) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def check(self) -> None:
+        if self.world.any(self.asked):
+            raise Interrupted
+
+
+def train_step(model, optimizer, scaler, loader, grad_accum_steps, world, dtype, lr, grad_clip, stop=None):
+    """One update: gradients of the mean loss over all micro-batches and processes, clipped, then the optimizer.
+
+    Returns the loss and the norm of the gradient before clipping, both scalars on the device, the same on every process.
+    """
+    model.train()
+    loss_accum = torch.zeros((), device=world.device)
+    for micro_step in range(grad_accum_steps):
+        x, y = (t.to(world.device, non_blocking=True) for t in loader.next_batch())
+        world.sync_gradients(model, micro_step == grad_accum_steps - 1)  # before the forward: DDP looks at it there
+        with autocast(world.device, dtype):
+            _, loss = model(x, y)
+        loss = loss / grad_accum_steps  # the mean over the update is the mean of equally large micro-batches' means
+        loss_accum += loss.detach()
+        scaler.scale(loss).backward()
+        if stop is not None:
+            stop.check()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return world.mean(loss_accum), norm
+
+
+@torch.no_grad()
+def validate(raw: GPT, loader: DataLoaderLite, val_tokens: int, world: World, dtype: torch.dtype, stop=None) -> float:
+    """The mean loss over the first val_tokens of the split, from sequence 0, whatever the batch and the processes."""
+    sequences = min(val_tokens, loader.num_tokens - 1) // loader.T
+    was_training = raw.training
+    raw.eval()
+    total = torch.zeros((), dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device)
+    stride = loader.B * world.size
+    for first in tqdm(range(0, sequences, stride), "validation", leave=False, disable=quiet(world)):
+        mine = first + world.rank * loader.B
+        if count := max(0, min(loader.B, sequences - mine)):
+            x, y = loader.batch(mine, count)
+            with autocast(world.device, dtype):
+                _, loss = raw(x.to(world.device), y.to(world.device))
+            total += loss.to(total) * count
+        if stop is not None:
+            stop.check()
+    raw.train(was_training)
+    return (world.sum(total) / sequences).item()
+
+
+def quiet(world: World) -> bool:
+    """Whether a progress bar would be in the way: on other ranks, and where nobody watches a terminal."""
+    return not (world.is_main and sys.stderr.isatty())
+
+
+class Log:
+    """The console, log.txt (`{step} {stream} {value}`, as build-nanogpt writes it) and metrics.jsonl; silent off rank 0."""
+
+    def __init__(self, log_dir: str, is_main: bool):
+        self.dir, self.is_main = Path(log_dir), is_main
+        self.text, self.metrics = self.dir / "log.txt", self.dir / "metrics.jsonl"
+
+    def start(self, run: dict) -> None:
+        """Begins a new run: the first line of metrics.jsonl says what it is."""
+        if self.is_main:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            checkpoint.prune(self.dir, keep=0)
+            self.metrics.write_text(json.dumps({"type": "run", **run}) + "\n")
+            self.text.write_text("")
+
+    def resume(self, step: int, evaluated: bool, run: dict) -> None:
+        """Cuts both files back to a checkpoint's step, so that no step appears twice, and goes on from there."""
+
+        def keep(at: int, is_train: bool) -> bool:
+            return at < step or (at == step and evaluated and not is_train)
+
+        if self.is_main:
+            lines = [line.split() for line in self.text.read_text().splitlines()]
+            lines = [line for line in lines if len(line) == 3 and keep(int(line[0]), line[1] == "train")]
+            replace(self.text, "".join(" ".join(line) + "\n" for line in lines))
+            records = [r for r in map(parse, self.metrics.read_text().splitlines()) if r]
+            records = [r for r in records if r["type"] in ("run", "resume") or keep(r["step"], r["type"] == "train")]
+            records = [r for r in records if r["type"] != "resume" or r["step"] <= step] + [
+                {"type": "resume", "step": step, **run}
+            ]
+            replace(self.metrics, "".join(json.dumps(r) + "\n" for r in records))
+
+    def say(self, message: str = "") -> None:
+        if self.is_main:
+            print(message, flush=True)
+
+    def value(self, step: int, stream: str, value: float, digits: int = 4, **more) -> None:
+        """One value of train, val or hella, in both files; `more` goes to metrics.jsonl."""
+        if self.is_main:
+            with open(self.text, "a") as f:
+                f.write(f"{step} {stream} {value:.{digits}f}\n")
+            name = {"train": "loss", "val": "val_loss", "hella": "hellaswag"}[stream]
+            self.record(step, stream, **{name: value}, **more)
+
+    def record(self, step: int, type: str, **values) -> None:
+        if self.is_main:
+            with open(self.metrics, "a") as f:
+                f.write(json.dumps({"type": type, "step": step, **values}) + "\n")
+
+
+def parse(line: str) -> dict | None:
+    """A line of metrics.jsonl; None for one that a power cut left half-written."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.tmp")
+    beside.write_text(text)
+    checkpoint.sync(beside)
+    beside.replace(path)
+
+
+def describe_run(config: TrainConfig, world: World, dtype: torch.dtype, batch_size: int) -> dict:
+    """What the first line of metrics.jsonl holds, so that every number can be traced."""
+    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "config": dataclasses.asdict(config),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git": git.stdout.strip(),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": {"type": world.device.type, "name": name, "processes": world.size, "threads": torch.get_num_threads()},
+        "dtype": str(dtype).removeprefix("torch."),
+        "batch_size": batch_size,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
+
+
+def compiler_works(device: torch.device) -> str:
+    """Empty if torch.compile works here, else why it does not."""
+    if device.type == "mps":
+        return "torch.compile is not reliable on MPS"
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+        return ""
+    except Exception as error:  # no compiler, no Triton, an unsupported Python: any reason will do
+        return f"torch.compile does not work here ({type(error).__name__}; it needs a C++ compiler such as g++)"
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most the GPU's allocator held, or the most this process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def duration(seconds: float) -> str:
+    minutes = int(seconds / 60)
+    return f"{minutes // 60}h {minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m {int(seconds) % 60:02d}s"
+
+
+def parse_command_line(args: list[str]) -> TrainConfig:
+    """The configuration: the preset that is named, with every other flag laid over it."""
+    named = [b for a, b in pairwise(args) if a == "--preset"]
+    named += [a.removeprefix("--preset=") for a in args if a.startswith("--preset=")]
+    return tyro.cli(TrainConfig, default=PRESETS.get(named[-1] if named else "gpt2", PRESETS["gpt2"]), args=args)
+
+
+def main() -> None:
+    config = parse_command_line(sys.argv[1:])
+    if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)
+        sys.exit(2)
+    with World(config.device) as world:
+        train(config, world)
+
+
+def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
+    """The checkpoint to go on from and its state. Raises UserError if it belongs to another model or other sequences."""
+    if config.resume == "none":
+        return None
+    if config.resume == "auto":
+        found = checkpoint.newest(config.log_dir, log.say)
+        if found is None:
+            log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
+            return None
+    else:
+        found = Path(config.resume), checkpoint.load_state(config.resume)
+    path, state = found
+    now, then = dataclasses.asdict(config), state["config"]
+    changed = {k: f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v and k not in HARMLESS}
+    if fixed := [changed[k] for k in ("n_layer", "n_head", "n_embd", "sequence_length") if k in changed]:
+        raise UserError(f"{path} cannot be resumed with another {', '.join(fixed)}: use its values, or --init-from {path}")
+    log.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
+    if changed:
+        log.say(f"  with other settings than before: {', '.join(changed.values())}")
+    return found
+
+
+# What may differ between a run and its continuation without changing what is computed.
+HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "keep_checkpoints", "checkpoint_every"}
+
+
+def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
+    """The examples to score; empty, with a line that says why, where there are none to be had."""
+    if not config.hellaswag_every:
+        return []
+    examples, why = [], ""
+    for turn in (world.is_main, not world.is_main):  # the main process downloads, then the others read
+        try:
+            if turn and not world.any(bool(why)):
+                examples = list(
+                    islice(hellaswag.iterate_examples("val", config.hellaswag_path), config.hellaswag_limit or None)
+                )
+            elif not turn:
+                world.any(bool(why))
+        except UserError as error:
+            why = str(error)
+    if why:
+        log.say(f"hellaswag: off, {why}")
+    return [] if world.any(bool(why)) else examples
+
+
+def print_setup(config: TrainConfig, raw: GPT, optimizer, loaders, world: World, log: Log, B: int, accumulation: int) -> None:
+    """The facts of a run that a reader of its output will want to have seen."""
+    decayed, others = ([p.numel() for p in group["params"]] for group in optimizer.param_groups)
+    log.say(
+        f"model: {raw.num_params():,} parameters; {len(decayed)} decayed tensors with {sum(decayed):,} (padding included), "
+        f"{len(others)} others with {sum(others):,}; {type(optimizer).__name__}, fused: {optimizer.defaults.get('fused')}"
+    )
+    for name, loader in loaders.items():
+        log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
+    tokens = loaders["train"].num_tokens
+    log.say(
+        f"batch: B {B} × T {config.sequence_length} × accumulation {accumulation} × ranks {world.size} = "
+        f"{config.total_batch_size:,} tokens; an epoch is {tokens / config.total_batch_size:,.1f} steps, "
+        f"the run {config.max_steps:,} steps or {config.max_steps * config.total_batch_size / tokens:.2f} epochs"
+    )
+    if config.val_every and config.val_tokens > loaders["val"].num_tokens:
+        log.say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
+
+
+def train(config: TrainConfig, world: World) -> None:
+    """A run: from nothing, from a model or from a checkpoint, to its last step, or to the signal that interrupts it."""
+    log, stop = Log(config.log_dir, world.is_main), Stop(world)
+    dtype, reason = pick_dtype(world.device, config.dtype)
+    T, device = config.sequence_length, world.device
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+    # the model: `raw` is saved, scored and sampled; `model` around it is compiled, averages gradients, and is trained
+    resumed = find_resume(config, log)
+    torch.manual_seed(config.seed)
+    memory = dict(pad_vocab_to=config.pad_vocab_to, activation_checkpointing=config.activation_checkpointing)
+    if config.dtype == "auto":  # the same on all processes, and when a run goes on
+        if resumed:
+            dtype, reason = getattr(torch, resumed[1]["dtype"]), "as before"
+        elif world.any(dtype == torch.float32):
+            dtype = torch.float32
+    start_from = resumed[0] if resumed else config.init_from
+    if start_from == "scratch":
+        raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
+    else:
+        raw = GPT.from_pretrained(start_from, block_size=T, **memory)
+    raw.to(device)
+    why_not = compiler_works(device) if config.compile else "as asked"
+    log.say(
+        f"device: {device}, {str(dtype).removeprefix('torch.')} ({reason}), {'eager: ' + why_not if why_not else 'compiled'}"
+    )
+    model = raw if why_not else torch.compile(raw, dynamic=False)
+    state = resumed[1] if resumed else {"step": 0, "cursor": 0, "evaluated": False, "best": None, "wall": 0.0, "batch_size": 0}
+    B = config.batch_size or state["batch_size"] or 0
+    sequences = config.total_batch_size // T // world.size  # of one update, on each process
+    if B == 0 or sequences % B:
+        B = fit_batch_size(model, raw, config, world, dtype)
+    grad_accum_steps = sequences // B
+    model = world.wrap(model)
+    optimizer = raw.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2), config.eps)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+    # the data
+    train_loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
+    val_B = max(1, min(B, 8192 // T))  # validation is eager and holds the logits
+    val_loader = DataLoaderLite(config.data_dir, "val", val_B, T) if config.val_every else train_loader
+    examples = load_hellaswag(config, world, log)
+    print_setup(config, raw, optimizer, {"train": train_loader, "val": val_loader}, world, log, B, grad_accum_steps)
+
+    run = describe_run(config, world, dtype, B)
+    if resumed:
+        if state["tokens"] != train_loader.num_tokens:
+            raise UserError(
+                f"{config.data_dir} has {train_loader.num_tokens} tokens, {state['tokens']} when {resumed[0]} was written: "
+                f"put the shards back, or start a new run from its weights with --init-from {resumed[0]}"
+            )
+        checkpoint.load_optimizer(raw, optimizer, state)
+        scaler.load_state_dict(state["scaler"])
+        train_loader.load_state_dict(state)
+        torch.set_rng_state(state["rng"])
+        log.resume(state["step"], state["evaluated"], run)
+    else:
+        log.start(run)
+
+    start, best, last_saved = state["step"], state["best"], resumed[0] if resumed else None
+    began = first_step_done = time.perf_counter()
+
+    def due(every: int, step: int) -> bool:
+        return every > 0 and (step % every == 0 or step == config.max_steps)
+
+    def evaluate(step: int) -> None:
+        nonlocal best
+        if due(config.val_every, step):
+            val_loss = validate(raw, val_loader, config.val_tokens, world, dtype, stop)
+            log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):.2f}")
+            log.value(step, "val", val_loss, perplexity=math.exp(min(val_loss, 99)))
+            if best is None or val_loss < best["loss"]:
+                best = {"loss": val_loss, "step": step}
+        if examples and due(config.hellaswag_every, step):
+            score = hellaswag.evaluate(raw, examples, device, world=world, dtype=dtype)
+            log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
+            log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
+        if step > 0 and due(config.sample_every, step):
+            generator = torch.Generator(device).manual_seed(config.seed + 1000 * step + world.rank)
+            texts = sample.complete(raw, config.sample_prompt, config.num_samples, config.sample_tokens, generator=generator)
+            for i, text in enumerate(texts):
+                print(f"rank {world.rank} sample {i}: {text}", flush=True)
+            log.record(step, "samples", prompt=config.sample_prompt, samples=texts)
+        if world.is_main and due(config.val_every, step):
+            plots.plot_run(config.log_dir)
+
+    def save(step: int, evaluated: bool, cursor: dict) -> Path:
+        nonlocal last_saved
+        now = dict(step=step, **cursor, evaluated=evaluated, best=best, wall=wall(), batch_size=B)
+        now |= dict(tokens=train_loader.num_tokens, config=dataclasses.asdict(config), scaler=scaler.state_dict())
+        now |= dict(dtype=str(dtype).removeprefix("torch."))
+        last_saved = checkpoint.save(config.log_dir, raw, optimizer, now | dict(rng=torch.get_rng_state()), world)
+        if world.is_main:
+            best_path = Path(config.log_dir) / f"ckpt_{best['step']:06d}" if best else None
+            checkpoint.prune(config.log_dir, config.keep_checkpoints, best_path)
+        return last_saved
+
+    def wall() -> float:
+        return state["wall"] + time.perf_counter() - began
+
+    step, evaluated, cursor = start, state["evaluated"], train_loader.state_dict()
+    try:
+        for step in range(start, config.max_steps + 1):
+            cursor, evaluated = train_loader.state_dict(), evaluated and step == start
+            if not evaluated:
+                evaluate(step)
+                evaluated = True
+            if step > start and due(config.checkpoint_every, step):
+                save(step, evaluated, cursor)
+            if step == config.max_steps:
+                break
+            if config.overfit_single_batch:
+                train_loader.reset()
+
+            t0 = time.perf_counter()
+            lr = learning_rate(step, config)
+            loss, norm = train_step(
+                model, optimizer, scaler, train_loader, grad_accum_steps, world, dtype, lr, config.grad_clip, stop
+            )
+            loss, norm = loss.item(), norm.item()  # waits for the device: the one time in a step
+            dt = time.perf_counter() - t0
+            if step == start:
+                first_step_done = time.perf_counter()  # compilation belongs to the first step
+
+            if not math.isfinite(loss) or (not math.isfinite(norm) and not scaler.is_enabled()):
+                raise UserError(explain_nan(step, loss, norm, cursor["cursor"], config, last_saved))
+            tokens_per_sec = config.total_batch_size / dt
+            left = (time.perf_counter() - first_step_done) / max(1, step - start) * (config.max_steps - step - 1)
+            log.say(
+                f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} | dt {1000 * dt:.1f}ms | "
+                f"tok/sec {tokens_per_sec:,.0f}" + (f" | left {duration(left)}" if step > start else "")
+            )
+            seen = (step + 1) * config.total_batch_size
+            log.value(
+                step, "train", loss, 6, lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=tokens_per_sec, tokens=seen,
+                wall=wall(), memory=peak_memory(device),
+            )  # fmt: skip
+    except Interrupted:
+        if step == 0:
+            return log.say("interrupted before the first update: nothing to save, the same command starts it again")
+        path = last_saved if step == start and resumed else save(step, evaluated, cursor)
+        return log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
+    log.say(f"done: {config.max_steps} steps in {duration(wall())}, peak memory {peak_memory(device) / 2**30:.2f} GB")
+
+
+def explain_nan(step: int, loss: float, norm: float, cursor: int, config: TrainConfig, last_saved: Path | None) -> str:
+    """What to know and to do about a loss that is not a number."""
+    S = config.total_batch_size // config.sequence_length
+    find = "import runpy, torch; torch.autograd.set_detect_anomaly(True); runpy.run_path('train_gpt2.py', run_name='__main__')"
+    return (
+        f"step {step}: the loss is {loss} and the gradient norm {norm}, on sequences {cursor} to {cursor + S - 1}; "
+        f'last good checkpoint: {last_saved or "none yet"}. To find the operation: python -c "{find}" '
+        f"{shlex.join(without_resume())} --no-compile --resume auto. To go on: a lower --learning-rate, or --dtype float32."
+    )
+
+
+def without_resume() -> list[str]:
+    """The flags of this command without those that say how it starts."""
+    args = re.sub(r"(^|\0)--(resume[=\0][^\0]*|(no-)?overwrite)(?=\0|$)", "", "\0".join(sys.argv[1:]))
+    return [a for a in args.split("\0") if a]
+
+
+def command_to_resume() -> str:
+    n = int(os.environ.get("WORLD_SIZE", 1))
+    start = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
+    return f"{start} {shlex.join(['train_gpt2.py', *without_resume()])} --resume auto"
+
+
+if __name__ == "__main__":
+    run_script(main)
