@@ -313,9 +313,9 @@ def evaluate(model, examples, device, *, world=None, dtype=torch.float32, progre
     """Scores `examples` (as iterate_examples gives them) with our GPT, or any causal language model of transformers.
 
     Returns acc (smallest summed loss), acc_norm (smallest mean loss per token of the ending), their standard errors,
-    num_correct, num_correct_norm, total and num_truncated (contexts cut at the left). world: the processes that share the work, each gets
-    the same result. dtype: autocast to it. encode: the model's tokenizer, str -> ids, where it is not GPT-2's. Leaves the
-    training mode and all random state as they were. Raises UserError for malformed, unlabelled or no examples.
+    num_correct, num_correct_norm, total and num_truncated (contexts cut at the left). world: the processes that share the
+    work; each gets the same result. dtype: autocast to it. encode: the model's tokenizer, str -> ids, where it is not
+    GPT-2's. Leaves the training mode and all random state alone. Raises UserError for malformed, unlabelled or no examples.
     """
     examples = list(examples)
     if not examples:
