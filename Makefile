@@ -1,0 +1,46 @@
+# Two commands on a bare machine with Python 3.10 or newer: make quickstart, make test.
+PYTHON ?= python3
+PY := .venv/bin/python
+PIP := $(PY) -m pip install -qq --disable-pip-version-check
+QUICKSTART := log/quickstart
+
+.PHONY: setup quickstart test torture bench clean
+
+setup: .venv/requirements
+	@echo "setup: .venv is ready"
+
+.venv/requirements: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
+	@echo "setup: installing requirements.txt into .venv (a minute or two, about 1 GB; more with CUDA)"
+	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PIP) -r requirements.txt
+	@touch $@
+
+.venv/requirements-dev: requirements-dev.txt .venv/requirements
+	@echo "setup: adding the test tools of requirements-dev.txt"
+	@$(PIP) -r requirements-dev.txt
+	@touch $@
+
+quickstart: setup
+	@$(PY) fineweb.py --source stdlib --data-dir data/stdlib
+	@$(PY) train_gpt2.py --preset quickstart --overwrite
+	@echo
+	@echo "The curve:      $(QUICKSTART)/loss.png"
+	@echo "Sample it:      $(PY) sample.py --model $$(ls -d $(QUICKSTART)/ckpt_* | tail -1) --prompt 'import os'"
+	@echo "Your own text:  $(PY) fineweb.py --source my.txt --data-dir data/mine"
+	@echo "                $(PY) train_gpt2.py --preset quickstart --data-dir data/mine --log-dir log/mine"
+	@echo "GPT-2 itself:   $(PY) fineweb.py, then .venv/bin/torchrun --standalone --nproc_per_node=8 train_gpt2.py"
+
+test: .venv/requirements-dev
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@$(PY) -m pytest
+
+torture: .venv/requirements-dev
+	@$(PY) -m pytest -m torture --timeout 7200
+
+bench: setup
+	@$(PY) bench.py
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
