@@ -105,6 +105,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def init_weights(self) -> None:
         """GPT-2's initialization: normal(0, 0.02), projections into the residual stream by 1/√(2·n_layer) smaller."""
+        self.transformer.wte.weight.zero_()  # the padding's gradient is zero, so it stays zero
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
@@ -112,8 +113,8 @@ class GPT(nn.Module):
                 p.fill_(1)
             else:
                 residual = name.endswith("c_proj.weight")
-                p.normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
-        self.transformer.wte.weight[self.config.vocab_size :] = 0  # the padding: its gradient is zero, so it stays zero
+                rows = self.config.vocab_size if p is self.transformer.wte.weight else len(p)
+                p[:rows].normal_(0.0, 0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 -> (logits (B, T, V), None); with targets (B, T), where -1 is ignored, -> (None, mean loss)."""
