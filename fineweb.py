@@ -223,11 +223,11 @@ def open_file(url: str):
 def read_text(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
     """A text file is one document, read in stretches that tokenize as the whole would: none of GPT-2's words goes on from
     a visible character into a space, so that between these two it may be cut."""
+    wanted = STRETCH
     with open_file(file.url) as f:
-        f.seek(position)
-        data, wanted = b"", STRETCH
         while True:
-            data += f.read(wanted - len(data))
+            f.seek(position)
+            data = f.read(wanted)
             ended = len(data) < wanted
             try:
                 text, _ = codecs.utf_8_decode(data, "strict", ended)
@@ -237,13 +237,10 @@ def read_text(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, 
             if ended:
                 yield position, position == 0, position == 0, text
                 return
-            cut = re.match(r".*\S(?=\s)", text, re.DOTALL)
-            if cut is None:
-                wanted *= 2
-                continue
-            yield position, position == 0, False, cut[0]
-            used = len(cut[0].encode())
-            data, wanted, position = data[used:], STRETCH, position + used
+            if cut := re.match(r".*\S(?=\s)", text, re.DOTALL):
+                yield position, position == 0, False, cut[0]
+                position += len(cut[0].encode())
+            wanted = STRETCH if cut else 2 * wanted
 
 
 def read_python(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
@@ -341,7 +338,7 @@ def documents(files: list[TextFile], first: int = 0, position: int = 0) -> Itera
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
 SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # white space to GPT-2's pattern
-LONG_SPACE = re.compile(f"([{SPACE}]{{100000,}})(?=[{SPACE}][^{SPACE}])")
+LONG_SPACE = re.compile(f"(?<![{SPACE}])([{SPACE}]{{100000,}})(?=[{SPACE}][^{SPACE}])")
 PUNCTUATION = re.compile(r"[^\w\s]|_")
 START = np.array([EOT], np.uint32)
 benchmark: "Benchmark | None" = None  # of a worker: what --decontaminate looks for
