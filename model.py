@@ -90,15 +90,17 @@ class GPT(nn.Module):
         if config.n_embd % config.n_head:
             raise UserError(f"n_embd {config.n_embd} does not divide by n_head {config.n_head}: heads must be of equal width")
         self.config = config
-        self.transformer = nn.ModuleDict(
-            dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
-                wpe=nn.Embedding(config.block_size, config.n_embd),
-                h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-                ln_f=nn.LayerNorm(config.n_embd),
+        with torch.device("meta"):  # without memory and random numbers: init_weights fills it
+            self.transformer = nn.ModuleDict(
+                dict(
+                    wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                    wpe=nn.Embedding(config.block_size, config.n_embd),
+                    h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
+                    ln_f=nn.LayerNorm(config.n_embd),
+                )
             )
-        )
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.to_empty(device=torch.get_default_device())
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
         self.init_weights()
 

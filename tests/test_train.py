@@ -1,0 +1,396 @@
+"""Training as a user runs it: real processes, on one rank and two, killed and resumed, and what they say about mistakes."""
+
+import hashlib
+import json
+import math
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TINY, command, environment, run_script
+from hypothesis import given
+from hypothesis import strategies as st
+
+import checkpoint
+from distributed import World
+from model import GPT, DataLoaderLite, GPTConfig
+from train_gpt2 import (
+    PRESETS,
+    Log,
+    TrainConfig,
+    check,
+    command_to_resume,
+    learning_rate,
+    parse_command_line,
+    train_step,
+    validate,
+)
+
+
+def losses(log_dir: Path) -> list[float]:
+    """The training loss of each step; fails if one is missing or there twice."""
+    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(r["step"], r["loss"]) for r in records if r["type"] == "train"]
+    assert [s for s, _ in steps] == list(range(len(steps)))
+    return [loss for _, loss in steps]
+
+
+def weights_hash(log_dir: Path, step: int) -> str:
+    return hashlib.sha256((log_dir / f"ckpt_{step:06d}" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def train(shards, log_dir, *flags, ranks=1, **kwargs):
+    return run_script("train_gpt2.py", *TINY, "--data-dir", shards, "--log-dir", log_dir, *flags, ranks=ranks, **kwargs)
+
+
+# -- the recipe
+
+
+def test_the_learning_rate_warms_up_then_falls_along_a_cosine_to_a_tenth():
+    config = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=1.0)
+    lr = [learning_rate(s, config) for s in range(101)]
+    assert lr[0] == pytest.approx(0.1) and lr[9] == lr[10] == 1.0 and lr[100] == pytest.approx(0.1)
+    assert lr[55] == pytest.approx(0.1 + 0.9 * 0.5)
+    assert all(a >= b for a, b in zip(lr[10:], lr[11:], strict=False))
+
+
+@given(decay=st.sampled_from(["cosine", "linear", "wsd"]), warmup=st.integers(0, 50), steps=st.integers(51, 200))
+def test_every_schedule_stays_between_its_least_and_its_peak_and_ends_at_the_least(decay, warmup, steps):
+    config = TrainConfig(max_steps=steps, warmup_steps=warmup, learning_rate=1.0, decay=decay, decay_frac=0.3)
+    after = [learning_rate(s, config) for s in range(warmup, steps + 1)]
+    assert all(0.1 - 1e-9 <= lr <= 1 for lr in after) and after[-1] == pytest.approx(0.1)
+    if decay == "wsd":
+        assert all(lr == 1 for lr in after[: max(0, math.floor(steps * 0.7) - warmup)])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_is_a_valid_configuration(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = parse_command_line(["--preset", name, "--data-dir", str(tmp_path)])
+    assert config.preset == name and check(config, 1) == []
+    assert GPTConfig(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd).padded_vocab_size == 50304
+
+
+def test_a_flag_overrides_its_preset_with_hyphens_or_underscores():
+    assert parse_command_line(["--preset=gpt2-xl", "--max-steps", "7"]).max_steps == 7
+    config = parse_command_line(["--max_steps", "7", "--preset", "gpt2-xl"])
+    assert config.max_steps == 7 and config.n_layer == 48
+
+
+class Batches:
+    """A loader over given sequences (N, T+1): B at a time."""
+
+    def __init__(self, sequences, B):
+        self.parts = iter(sequences.split(B))
+
+    def next_batch(self):
+        part = next(self.parts)
+        return part[:, :-1], part[:, 1:]
+
+
+@pytest.mark.parametrize("B", [1, 2, 4])
+def test_accumulated_gradients_are_those_of_one_large_batch(B):
+    sequences, world = torch.randint(0, 50257, (8, 9), generator=torch.Generator().manual_seed(0)), World("cpu")
+
+    def step(batch: int):
+        torch.manual_seed(0)
+        model = GPT(GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)).double()
+        optimizer, gradients = torch.optim.SGD(model.parameters(), lr=0.0), {}
+        optimizer.register_step_pre_hook(lambda *_: gradients.update({n: p.grad.clone() for n, p in model.named_parameters()}))
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        args = (Batches(sequences, batch), 8 // batch, world, torch.float32, 0.0, 0.0)
+        loss, norm = train_step(model, optimizer, scaler, *args)
+        return gradients, loss, norm
+
+    (whole, loss, norm), (parts, loss_parts, norm_parts) = step(8), step(B)
+    assert all((whole[name] - parts[name]).abs().max() < 1e-10 for name in whole)
+    assert abs(loss - loss_parts) < 1e-6 and abs(norm - norm_parts) < 1e-6
+
+
+def test_clipping_bounds_the_gradient_and_reports_its_norm_before():
+    torch.manual_seed(0)
+    model, clipped = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8)), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.register_step_pre_hook(lambda *_: clipped.append(sum(p.grad.square().sum() for p in model.parameters()).sqrt()))
+    sequences = torch.randint(0, 50257, (2, 9))
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    _, norm = train_step(model, optimizer, scaler, Batches(sequences, 2), 1, World("cpu"), torch.float32, 0.0, 0.25)
+    assert norm > 0.25 and clipped[0] == pytest.approx(0.25, rel=1e-3)
+
+
+@pytest.mark.parametrize("B", [1, 3, 50])
+def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch(shards, tiny, B):
+    loader = DataLoaderLite(shards, "val", B, 16)
+    x, y = loader.batch(0, 20)
+    with torch.no_grad():
+        expected = tiny(x, y)[1].item()
+    tiny.train()
+    assert validate(tiny, loader, 20 * 16 + 5, World("cpu"), torch.float32) == pytest.approx(expected, rel=1e-5)
+    assert tiny.training
+
+
+# -- runs
+
+
+def test_a_run_leaves_logs_a_plot_and_checkpoints_that_are_hugging_face_models(shards, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    log_dir = tmp_path / "log"
+    done = train(
+        shards, log_dir, "--val-every", 3, "--val-tokens", 160, "--checkpoint-every", 2, "--sample-every", 3, "--num-samples", 2
+    )  # fmt: skip
+    assert "B 2 × T 16 × accumulation 2 × ranks 1 = 64 tokens" in done.stdout
+    assert "rank 0 sample 1: Hello, I'm a language model," in done.stdout and done.stderr == ""
+    lines = [line.split() for line in (log_dir / "log.txt").read_text().splitlines()]
+    assert [(s, stream) for s, stream, _ in lines if stream == "val"] == [("0", "val"), ("3", "val"), ("6", "val")]
+    assert [int(s) for s, stream, _ in lines if stream == "train"] == list(range(6))
+    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["type"] == "run" and records[0]["config"]["max_steps"] == 6 and records[0]["versions"]["torch"]
+    assert {"loss", "lr", "norm", "ms", "tokens_per_sec", "tokens", "wall", "memory"} <= records[2].keys()
+    assert (log_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    kept = {p.name for p in checkpoint.checkpoints(log_dir)}
+    assert {"ckpt_000004", "ckpt_000006"} <= kept, "the newest two are kept"
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(log_dir / "ckpt_000006").eval()
+    ours = GPT.from_pretrained(log_dir / "ckpt_000006")
+    idx = torch.randint(0, 50257, (1, 16))
+    assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+
+
+def test_any_number_of_processes_and_any_micro_batch_make_the_same_run(shards, tmp_path):
+    one = ("--max-steps", 20, "--val-every", 10, "--val-tokens", 208)
+    train(shards, tmp_path / "one", *one, "--batch-size", 4)
+    train(shards, tmp_path / "small", *one, "--batch-size", 1)
+    train(shards, tmp_path / "two", *one, "--batch-size", 2, ranks=2)
+    reference = losses(tmp_path / "one")
+    for other in ("small", "two"):
+        assert losses(tmp_path / other) == pytest.approx(reference, rel=1e-5)
+
+    def val(run: str) -> list[float]:
+        records = map(json.loads, (tmp_path / run / "metrics.jsonl").read_text().splitlines())
+        return [r["val_loss"] for r in records if r["type"] == "val"]
+
+    assert val("two") == pytest.approx(val("one"), rel=1e-5) and len(val("one")) == 3
+
+
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path):
+    flags = ("--max-steps", 8, "--checkpoint-every", 4, "--val-every", 4, "--val-tokens", 160)
+    train(shards, tmp_path / "whole", *flags)
+    train(shards, tmp_path / "cut", *flags)
+    for path in (tmp_path / "cut" / "ckpt_000008").iterdir():
+        path.unlink()
+    (tmp_path / "cut" / "ckpt_000008").rmdir()
+    done = train(shards, tmp_path / "cut", *flags, "--resume", "auto")
+    assert "resuming from" in done.stdout and "4 updates" in done.stdout
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert weights_hash(tmp_path / "cut", 8) == weights_hash(tmp_path / "whole", 8)
+    assert (tmp_path / "cut" / "log.txt").read_text() == (tmp_path / "whole" / "log.txt").read_text()
+    a, b = (checkpoint.load_state(tmp_path / run / "ckpt_000008")["optimizer"]["state"] for run in ("cut", "whole"))
+    assert all(torch.equal(a[name][key], b[name][key]) for name in b for key in b[name])
+    assert len(a["transformer.wte.weight"]["exp_avg"]) == 50257, "the padding is not saved"
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one(shards, tmp_path):
+    flags = ("--max-steps", 6, "--checkpoint-every", 3)
+    train(shards, tmp_path / "one", *flags)
+    train(shards, tmp_path / "two", *flags, "--batch-size", 1, ranks=2)
+    resume = ("--resume", tmp_path / "two" / "ckpt_000003")
+    train(shards, tmp_path / "two", *flags, *resume)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_a_compiled_run_resumes_bit_for_bit_too(shards, tmp_path):
+    flags = ("--max-steps", 4, "--checkpoint-every", 2, "--compile")
+    if "eager" in train(shards, tmp_path / "whole", *flags).stdout:
+        pytest.skip("no compiler here")
+    train(shards, tmp_path / "cut", *flags)
+    train(shards, tmp_path / "cut", *flags, "--resume", tmp_path / "cut" / "ckpt_000002")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert weights_hash(tmp_path / "cut", 4) == weights_hash(tmp_path / "whole", 4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_resumes_to_the_same_weights(shards, tmp_path, number):
+    flags = ("--max-steps", 200, "--checkpoint-every", 50, "--keep-checkpoints", 9)
+    train(shards, tmp_path / "whole", *flags)
+    args = command("train_gpt2.py", *TINY, "--data-dir", shards, "--log-dir", tmp_path / "cut", *flags)
+    process = subprocess.Popen(args, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "cut" / "ckpt_000050").exists():
+        time.sleep(0.01)
+        assert process.poll() is None
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert err == ""
+    if number == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 0 and "--resume auto" in out.splitlines()[-1]
+    train(shards, tmp_path / "cut", *flags, "--resume", "auto")
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    assert weights_hash(tmp_path / "cut", 200) == weights_hash(tmp_path / "whole", 200)
+
+
+def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_path):
+    flags = ("--max-steps", 100000, "--batch-size", 1)
+    args = command("train_gpt2.py", *TINY, "--data-dir", shards, "--log-dir", tmp_path / "log", *flags, ranks=2)
+    process = subprocess.Popen(args, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while "step    10" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert "interrupted: " in out and len(checkpoint.checkpoints(tmp_path / "log")) == 1
+
+
+def test_a_single_batch_is_learned_by_heart(shards, tmp_path):
+    train(shards, tmp_path / "log", "--overfit-single-batch", "--max-steps", 150, "--n-embd", "64", "--learning-rate", "0.01")
+    assert losses(tmp_path / "log")[-1] < 0.1
+
+
+def test_training_goes_on_from_the_weights_of_another_run(shards, tmp_path):
+    train(shards, tmp_path / "first", "--max-steps", 30, "--checkpoint-every", 30)
+    train(shards, tmp_path / "second", "--init-from", tmp_path / "first" / "ckpt_000030")
+    assert losses(tmp_path / "second")[0] < losses(tmp_path / "first")[0] - 1
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(shards, tmp_path):
+    train(shards, tmp_path / "log", "--checkpoint-every", 3)
+    for name in ("model.safetensors", "training_state.pt"):
+        file = tmp_path / "log" / "ckpt_000006" / name
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        path, state = checkpoint.newest(tmp_path / "log", lambda line: said.append(line)) if (said := []) is not None else None
+        assert path.name == "ckpt_000003" and state["step"] == 3 and "ckpt_000006" in said[0] and "damaged" in said[0]
+        file.write_bytes(content)
+    assert checkpoint.newest(tmp_path / "log")[0].name == "ckpt_000006"
+
+
+def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, monkeypatch):
+    optimizer, world = tiny.configure_optimizers(), World("cpu")
+    checkpoint.save(tmp_path, tiny, optimizer, {"step": 1}, world)
+
+    def full_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path, tiny, optimizer, {"step": 2}, world)
+    with pytest.raises(OSError):
+        checkpoint.save(tmp_path, tiny, optimizer, {"step": 1}, world)
+    assert checkpoint.newest(tmp_path)[0].name == "ckpt_000001" and len(checkpoint.checkpoints(tmp_path)) == 1
+
+
+def test_pruning_keeps_the_newest_and_the_best(tmp_path):
+    for step in range(1, 6):
+        (tmp_path / f"ckpt_{step:06d}").mkdir()
+    checkpoint.prune(tmp_path, keep=2, best=tmp_path / "ckpt_000002")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt_000002", "ckpt_000004", "ckpt_000005"]
+
+
+def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path):
+    log = Log(str(tmp_path), True)
+    log.start({})
+    for step in range(6):
+        if step % 2 == 0:
+            log.value(step, "val", 1.0)
+        log.value(step, "train", 2.0, 6)
+    with open(tmp_path / "metrics.jsonl", "a") as f:
+        f.write('{"type": "train", "st')
+    log.resume(4, True, {})
+    streams = [line.split()[:2] for line in (tmp_path / "log.txt").read_text().splitlines()]
+    assert [s for s, name in streams if name == "train"] == ["0", "1", "2", "3"]
+    assert [s for s, name in streams if name == "val"] == ["0", "2", "4"]
+    log.resume(4, False, {})
+    assert "4 val" not in (tmp_path / "log.txt").read_text()
+
+
+def test_a_loss_that_is_not_a_number_stops_the_run_and_says_where(shards, tmp_path):
+    done = train(shards, tmp_path / "log", "--learning-rate", "1e30", "--grad-clip", "0", "--eps", "1e-30", expect=1)
+    assert "the loss is nan" in done.stderr and "set_detect_anomaly" in done.stderr and "sequences" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+# -- mistakes: a sentence, no traceback
+
+
+def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_path):
+    bad = (
+        "--data-dir",
+        tmp_path / "nowhere",
+        "--n-head",
+        3,
+        "--total-batch-size",
+        100,
+        "--batch-size",
+        7,
+        "--warmup-steps",
+        99,
+    )
+    done = run_script("train_gpt2.py", *TINY, *bad, expect=2)
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    for sentence in (
+        "n_embd 16 does not divide by n_head 3: use 15 or 18",
+        "total_batch_size 100 tokens is not a whole number of sequences of 16: use 96 or 112",
+        "does not exist: make it with python fineweb.py",
+        "warmup_steps 99 leaves nothing",
+    ):
+        assert sentence in done.stderr
+    assert len(done.stderr.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (dict(batch_size=3), "batch_size 3 does not divide the 4 sequences of each of 1 process(es): use one of 1, 2, 4"),
+        (dict(max_steps=0), "max_steps is 0: it must be at least 1"),
+        (dict(val_every=5, val_tokens=3), "val_tokens 3 is less than a sequence of 16: use at least 16"),
+        (dict(beta1=1.0), "beta1 is 1.0"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_would_do(shards, change, sentence):
+    fine = dict(data_dir=str(shards), log_dir="nowhere", sequence_length=16, total_batch_size=64, max_steps=9, warmup_steps=1)
+    assert check(TrainConfig(**fine), 1) == []
+    problems = check(TrainConfig(**{**fine, **change}), 1)
+    assert len(problems) == 1 and sentence in problems[0]
+
+
+def test_a_batch_that_cannot_be_split_over_the_processes_names_sizes_that_can(shards):
+    problems = check(TrainConfig(data_dir=str(shards), log_dir="nowhere", sequence_length=16, total_batch_size=64), 3)
+    assert len(problems) == 1 and "cannot be split over 3 processes" in problems[0] and "48 or 96" in problems[0]
+
+
+def test_a_typo_in_a_flag_is_one_message_and_exit_code_2():
+    done = run_script("train_gpt2.py", "--max-stps", 3, expect=2)
+    assert "--max-stps" in done.stderr and "--max-steps" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_directory_without_shards_is_one_sentence(tmp_path):
+    done = train(tmp_path, tmp_path / "log", expect=1)
+    assert "no train shards in" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_log_directory_that_holds_a_run_is_not_overwritten_unasked(shards, tmp_path):
+    train(shards, tmp_path / "log", "--checkpoint-every", 6)
+    before = (tmp_path / "log" / "log.txt").read_text()
+    done = train(shards, tmp_path / "log", expect=2)
+    assert "holds a run: add --resume auto" in done.stderr
+    assert (tmp_path / "log" / "log.txt").read_text() == before
+    train(shards, tmp_path / "log", "--overwrite", "--max-steps", 3)
+    assert len(losses(tmp_path / "log")) == 3 and not checkpoint.checkpoints(tmp_path / "log")
+
+
+def test_another_model_or_other_data_cannot_be_resumed(shards, tmp_path):
+    train(shards, tmp_path / "log", "--checkpoint-every", 3)
+    done = train(shards, tmp_path / "log", "--resume", "auto", "--n-layer", 3, expect=1)
+    assert "n_layer 2 -> 3" in done.stderr and "--init-from" in done.stderr
+    next(shards.glob("*_train_000003.npy")).unlink()
+    done = train(shards, tmp_path / "log", "--resume", "auto", expect=1)
+    assert "put the shards back" in done.stderr
+
+
+def test_the_command_to_resume_is_the_command_that_was_given(monkeypatch):
+    monkeypatch.setattr(
+        "sys.argv", ["train_gpt2.py", "--overwrite", "--sample-prompt", "a b", "--resume", "x", "--max-steps=3"]
+    )
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert command_to_resume() == "python train_gpt2.py --sample-prompt 'a b' --max-steps=3 --resume auto"
