@@ -1,0 +1,70 @@
+"""play.ipynb, executed from top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+from test_plots import write_run
+
+from model import GPT, GPTConfig
+
+nbclient = pytest.importorskip("nbclient")
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+
+REPO = Path(__file__).resolve().parent.parent
+MACHINE_PATH = re.compile(r"(/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)\w")
+
+
+def execute(directory, monkeypatch):
+    """The notebook as it looks after it ran in a directory, with the scripts beside it and no hub in reach."""
+    monkeypatch.setenv("PYTHONPATH", str(REPO))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(directory / "huggingface"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
+    notebook = nbformat.read(REPO / "play.ipynb", as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(directory)}})
+    return client.execute()
+
+
+def outputs(notebook):
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def pictures(notebook):
+    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
+
+
+def text(notebook):
+    """All that can be read in the outputs: what was printed, and tables."""
+    found = (output.get("text", "") or output.get("data", {}).get("text/html", "") for output in outputs(notebook))
+    return "\n".join(map(str, found))
+
+
+def test_the_notebook_draws_the_runs_and_the_newest_checkpoint(tmp_path, monkeypatch):
+    if (REPO / "runs").is_dir():
+        (tmp_path / "runs").symlink_to(REPO / "runs")
+    else:
+        write_run(tmp_path / "runs" / "tiny")
+    model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
+    model.save_pretrained(tmp_path / "log" / "tiny" / "ckpt_000002")
+    notebook = execute(tmp_path, monkeypatch)
+    assert pictures(notebook) == 8  # loss twice, HellaSwag, the steps; positions, c_attn, all heads, one head
+    assert "log/tiny/ckpt_000002: " in text(notebook)
+    assert not MACHINE_PATH.search(text(notebook))
+    assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
+
+
+def test_without_a_model_the_notebook_says_in_a_line_how_to_get_one(tmp_path, monkeypatch):
+    write_run(tmp_path / "runs" / "tiny")
+    notebook = execute(tmp_path, monkeypatch)
+    assert pictures(notebook) == 4
+    assert "make quickstart" in text(notebook) and not MACHINE_PATH.search(text(notebook))
+    assert "so &lt;far&gt; 60<br>$" in text(notebook)  # samples
+
+
+def test_the_committed_outputs_are_whole_and_name_no_machine():
+    notebook = nbformat.read(REPO / "play.ipynb", as_version=4)
+    assert not [output for output in outputs(notebook) if output.output_type == "error" or output.get("name") == "stderr"]
+    assert not MACHINE_PATH.search(text(notebook))

@@ -1,0 +1,165 @@
+"""What plots.py reads and draws."""
+
+import json
+import math
+import sys
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.image import imread
+
+import plots
+from model import GPT, GPTConfig
+
+
+def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, **config):
+    """The logs of a run as train_gpt2.Log writes them: a loss that falls, evaluated every 20 steps."""
+    directory.mkdir(parents=True)
+    run = dict(n_layer=12, n_embd=768, total_batch_size=1000, data_dir=data_dir) | config
+    text, records = [], [{"type": "run", "config": run, "device": {"name": "a CPU"}, "dtype": "float32"}]
+    for step in range(steps + 1):
+        loss = 3.3 + 7 * math.exp(-step / 10)
+        if step % 20 == 0:
+            text.append(f"{step} val {loss:.4f}")
+            records.append({"type": "val", "step": step, "val_loss": loss})
+            if hella:
+                text.append(f"{step} hella {0.25 + step / 2000:.4f}")
+                records.append({"type": "hella", "step": step, "hellaswag": 0.25 + step / 2000, "total": 100})
+            if step:
+                records.append({"type": "samples", "step": step, "samples": [f"so <far> {step}\n$", "and so on"]})
+        if step < steps:
+            text.append(f"{step} train {loss:.6f}")
+            values = dict(loss=loss, lr=6e-4, norm=1.5, tokens_per_sec=1000.0, wall=2.0 * (step + 1))
+            records.append({"type": "train", "step": step, **values})
+    (directory / "log.txt").write_text("\n".join(text) + "\n")
+    (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
+    return directory
+
+
+def labels(figure, panel=0):
+    return figure.axes[panel].get_legend_handles_labels()[1]
+
+
+def test_a_log_is_read_into_streams_and_a_half_written_last_line_is_left_out(tmp_path):
+    (tmp_path / "log.txt").write_text("0 val 11.0028\n0 hella 0.2600\n0 train 11.045870\n1 train 10.7\n2 tra")
+    streams = plots.read_log(tmp_path / "log.txt")
+    assert streams == {"val": ([0], [11.0028]), "hella": ([0], [0.26]), "train": ([0, 1], [11.04587, 10.7])}
+    (tmp_path / "metrics.jsonl").write_text('{"type": "run", "config": {}}\n{"type": "val", "step": 0}\n{"type": "tra')
+    assert [r["type"] for r in plots.read_metrics(tmp_path / "metrics.jsonl")] == ["run", "val"]
+
+
+def test_training_gets_its_loss_png_and_nothing_else_is_left_behind(tmp_path):
+    run = write_run(tmp_path / "run")
+    assert plots.plot_run(run) == run / "loss.png"
+    assert sorted(p.name for p in run.iterdir()) == ["log.txt", "loss.png", "metrics.jsonl"]
+    image = imread(run / "loss.png")
+    assert image.shape[1] > 1000
+    assert (image[0] == 1).all() and (image[:, 0] == 1).all()  # white and opaque up to its edges: nothing is cut
+
+
+def test_loss_png_can_be_drawn_from_the_first_evaluation_on(tmp_path):
+    run = write_run(tmp_path / "run", steps=0, hella=False)
+    assert plots.plot_run(run).exists()
+
+
+def test_drawing_leaves_pyplot_and_its_backend_alone(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
+    plots.plot_run(write_run(tmp_path / "run"))
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_published_baselines_appear_for_fineweb_and_for_nothing_else(tmp_path):
+    shakespeare = plots.read_run(write_run(tmp_path / "shakespeare"))
+    fineweb = plots.read_run(write_run(tmp_path / "medium", data_dir="edu_fineweb10B", n_layer=24))
+    for draw in (plots.draw_loss, plots.draw_hellaswag):
+        assert not any("OpenAI" in label for label in labels(plots.plot_along(draw, [shakespeare], "step")))
+    assert "OpenAI's GPT-2 124M, validation" in labels(plots.plot_along(plots.draw_loss, [fineweb], "step"))
+    assert {"OpenAI's GPT-2 350M", "OpenAI's GPT-3 350M"} <= set(
+        labels(plots.plot_along(plots.draw_hellaswag, [fineweb], "step"))
+    )
+
+
+def test_runs_lie_on_steps_tokens_and_time(tmp_path):
+    run = plots.read_run(write_run(tmp_path / "run"))
+    assert run.last_step() == 60
+    assert run.place([0, 60], "step").tolist() == [0, 60]
+    assert run.place([0, 60], "tokens").tolist() == [0, 60_000]
+    assert run.place([0, 30, 60], "time").tolist() == [0, 60, 120]  # an evaluation at step s comes after s updates
+    figure = plots.plot_along(plots.draw_loss, [run], "step", "tokens", "time")
+    assert [axis.get_xlabel() for axis in figure.axes] == ["step", "tokens (thousands)", "time (minutes)"]
+
+
+def test_a_log_of_build_nanogpt_is_drawn_by_step_and_by_tokens_once_told(tmp_path):
+    write_run(tmp_path / "log")
+    (tmp_path / "log" / "metrics.jsonl").unlink()
+    untold = plots.read_run(tmp_path / "log")
+    told = plots.read_run(tmp_path / "log", data_dir="edu_fineweb10B", total_batch_size=524288)
+    assert not plots.is_fineweb(untold) and plots.is_fineweb(told)
+    for run, lines in ((untold, (2, 0, 0)), (told, (2, 2, 0))):
+        figure = plots.plot_along(plots.draw_loss, [run, run], "step", "tokens", "time")
+        assert tuple(labels(figure, i).count("log") for i in range(3)) == lines
+
+
+def test_several_runs_have_a_colour_each(tmp_path):
+    runs = [plots.read_run(write_run(tmp_path / name)) for name in ("a", "b")]
+    figure = plots.plot_along(plots.draw_loss, runs, "step")
+    handles, names = figure.axes[0].get_legend_handles_labels()
+    assert names == ["a", "b", "validation"]
+    assert [h.get_color() for h in handles[:2]] == [plots.BLUE, plots.RED]
+    assert [axis.get_ylabel() for axis in plots.plot_training(runs).axes] == [
+        "learning rate",
+        "gradient norm before clipping",
+        "tokens/s",
+    ]
+
+
+def test_runs_are_found_by_pattern_and_none_is_said_in_a_sentence(tmp_path):
+    write_run(tmp_path / "runs" / "b")
+    write_run(tmp_path / "runs" / "a")
+    (tmp_path / "runs" / "README").mkdir()
+    assert [run.name for run in plots.read_runs(str(tmp_path / "runs" / "*"))] == ["a", "b"]
+    with pytest.raises(FileNotFoundError, match="make quickstart"):
+        plots.read_runs(str(tmp_path / "nothing" / "*"))
+
+
+def test_smoothing_is_the_mean_of_the_last_values():
+    assert plots.smooth([1, 2, 3, 4, 5], 3) == [1, 1.5, 2, 3, 4]
+    assert plots.smooth([1, 2, 3], 1) == [1, 2, 3]
+
+
+def test_attention_patterns_are_those_the_model_uses():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=32))
+    idx = torch.randint(50257, (1, 7))
+    patterns = torch.from_numpy(plots.attention_patterns(model, idx))
+    assert patterns.shape == (2, 2, 7, 7)
+    assert torch.allclose(patterns.sum(-1), torch.ones(2, 2, 7)) and patterns.triu(1).eq(0).all()
+    with torch.no_grad():  # the first layer, by hand: patterns times values is what its attention returns
+        block = model.transformer.h[0]
+        x = block.ln_1(model.embed(idx, torch.arange(7)))
+        v = block.attn.c_attn(x)[0, :, 64:].view(7, 2, 16).transpose(0, 1)
+        y = block.attn.c_proj((patterns[0] @ v).transpose(0, 1).reshape(7, 32))
+        assert torch.allclose(y, block.attn(x)[0], atol=1e-6)
+
+
+def test_every_comparison_of_the_benchmark_is_drawn_and_a_failed_row_is_left_out():
+    ladder = [dict(name="float32", tokens_per_second=100.0, total=1.0), dict(name="+ bf16", tokens_per_second=250.0, total=2.5)]
+    (axis,) = plots.plot_benchmark("ladder", [*ladder, dict(name="+ more", error="out of memory")], "a CPU").axes
+    assert [bar.get_width() for bar in axis.patches] == [100, 250]
+    curves = [dict(name="T 128", T=128, written_out_ms=4.0, fused_ms=2.0), dict(name="T 256", T=256, fused_ms=5.0)]
+    (axis,) = plots.plot_benchmark("attention", curves, "a CPU").axes
+    assert [line.get_label() for line in axis.lines] == ["written out", "fused"]
+
+
+def test_a_table_keeps_line_breaks_and_shows_markup_as_text():
+    pytest.importorskip("IPython")
+    html = plots.table(["step 1"], [["<b>\nnext"]]).data
+    assert "&lt;b&gt;<br>next" in html and "<b>" not in html
+
+
+def test_pictures_of_attention_have_a_label_for_every_token():
+    pattern = np.tril(np.full((3, 3), 1 / 3))
+    axis = plots.plot_attention(pattern, [" a", "\n", "$"], "layer 0, head 0").axes[0]
+    assert [label.get_text() for label in axis.get_xticklabels()] == [" a", r"\n", r"\$"]
+    assert plots.plot_heads(np.stack([pattern[None]] * 2)).axes[0].get_ylabel() == "layer"
