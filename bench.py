@@ -101,6 +101,10 @@ def published_peaks(name: str) -> dict[str, tuple[float, str]]:
     return {}
 
 
+def has_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def sync(device: torch.device) -> None:
     """Waits until the device has done what it was told, so that a clock tells the truth."""
     if device.type != "cpu":
@@ -301,19 +305,9 @@ class Setup:
     def variant(self, name: str, **changes) -> Variant:
         """The step as training takes it, with changes."""
         c = self.config
-        own = dict(
-            tf32=self.has_tf32(),
-            compile=not self.why_not_compile,
-            flash=True,
-            pad_vocab_to=128,
-            own_loss=True,
-            dtype=self.dtype,
-        )
-        own |= dict(fused=self.device.type in ("cuda", "cpu"))
-        return Variant(**(dict(name=name, B=c.batch_size, T=c.sequence_length, size=MODELS[c.model]) | own | changes))
-
-    def has_tf32(self) -> bool:
-        return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) >= (8, 0)
+        best = dict(compile=not self.why_not_compile, flash=True, pad_vocab_to=128, own_loss=True)
+        best |= dict(dtype=self.dtype, tf32=has_tf32(self.device), fused=self.device.type in ("cuda", "cpu"))
+        return Variant(**(dict(name=name, B=c.batch_size, T=c.sequence_length, size=MODELS[c.model]) | best | changes))
 
     def model(self) -> GPT:
         """The model without its memory, for its arithmetic."""
@@ -335,7 +329,7 @@ def find_setup(config: BenchConfig) -> Setup:
     why_not = compiler_works(device) if config.compile else "--no-compile"
     peaks = published_peaks(torch.cuda.get_device_name(device)) if device.type == "cuda" else {}
     half = "float16" if dtype == torch.float16 else "bfloat16"
-    for precision in ["float32", half, "tf32"][: 3 if device.type == "cuda" else 2]:
+    for precision in ["float32", half, *["tf32"] * has_tf32(device)]:
         peaks.setdefault(precision, (matmul_speed(device, precision), "measured here with a large matrix product"))
     return Setup(config, device, dtype, why, why_not, peaks)
 
@@ -418,7 +412,7 @@ def ladder(setup: Setup) -> list[dict]:
         bases.append(at)
         at = at if stay else len(rungs) - 1
 
-    climb("+ TF32 matmuls", "" if setup.has_tf32() else "for NVIDIA GPUs of compute capability 8.0 and more", tf32=True)
+    climb("+ TF32 matmuls", "" if has_tf32(device) else "for NVIDIA GPUs of compute capability 8.0 and more", tf32=True)
     half = setup.dtype if setup.dtype != torch.float32 else torch.bfloat16
     stay = setup.dtype == torch.float32
     climb(f"+ {half} autocast".replace("torch.", ""), "as asked" if stay and config.dtype != "auto" else "", stay, dtype=half)
@@ -539,7 +533,7 @@ def score_one_by_one(model: GPT, examples: list[dict], setup: Setup) -> int:
 def hellaswag_examples(path: str, count: int) -> list[dict]:
     """Some examples of a file, or made-up ones with the lengths of HellaSwag's validation set (medians of its eighths)."""
     if path:
-        examples = hellaswag.load_examples("val", path)
+        examples = list(hellaswag.iterate_examples("val", path))
         return random.Random(0).sample(examples, min(count, len(examples)))
     words, lengths = random.Random(0), ((15, 13), (26, 14), (36, 25), (44, 34), (51, 37), (56, 38), (61, 38), (71, 35))
 
