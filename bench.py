@@ -32,6 +32,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import tyro
+from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hellaswag
@@ -101,6 +102,10 @@ def published_peaks(name: str) -> dict[str, tuple[float, str]]:
     return {}
 
 
+def spell(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def has_tf32(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
@@ -167,7 +172,7 @@ class Variant:
         return self.processes * self.B * self.T
 
     def precision(self) -> str:
-        return "tf32" if self.tf32 and self.dtype == torch.float32 else str(self.dtype).removeprefix("torch.")
+        return "tf32" if self.tf32 and self.dtype == torch.float32 else spell(self.dtype)
 
 
 class WrittenOutLoss(torch.nn.Module):
@@ -213,7 +218,7 @@ def prepare(v: Variant, world: World) -> Callable[[int], dict]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high" if v.tf32 else "highest")
     # AOTAutograd's cache does not know which attention a graph was traced with: it would hand the plain rung the fused kernel.
-    torch._functorch.config.enable_autograd_cache = v.flash
+    functorch_config.enable_autograd_cache = v.flash
     if v.hf:
         raw = HuggingFace(v.T, **v.size).to(world.device)
     else:
@@ -415,7 +420,7 @@ def ladder(setup: Setup) -> list[dict]:
     climb("+ TF32 matmuls", "" if has_tf32(device) else "for NVIDIA GPUs of compute capability 8.0 and more", tf32=True)
     half = setup.dtype if setup.dtype != torch.float32 else torch.bfloat16
     stay = setup.dtype == torch.float32
-    climb(f"+ {half} autocast".replace("torch.", ""), "as asked" if stay and config.dtype != "auto" else "", stay, dtype=half)
+    climb(f"+ {spell(half)} autocast", "as asked" if stay and config.dtype != "auto" else "", stay, dtype=half)
     climb("+ torch.compile", setup.why_not_compile, compile=True)
     climb("+ fused attention", flash=True)
     climb("+ vocabulary of 50304", pad_vocab_to=128)
@@ -425,7 +430,9 @@ def ladder(setup: Setup) -> list[dict]:
     climb(f"+ micro-batch {B} → {more}", B=more)
     rows = measure(rungs, bases, setup)
     if stay and config.dtype == "auto":
-        setup.notes.append(f"training stays in float32 here ({setup.why}): the rungs after {half} go on from the one before it")
+        setup.notes.append(
+            f"training stays in float32 here ({setup.why}): the rungs after {spell(half)} go on from the one before it"
+        )
     setup.notes += [
         f"slower: {row['name']} runs at {row['speedup']:.2f} × the speed of {row['base']!r}"
         for row in rows
@@ -557,8 +564,8 @@ def score_hellaswag(setup: Setup) -> list[dict]:
     predicted = sum(len(e) for _, endings in encoded for e in endings)
     read = predicted + sum(len(context) - 4 for context, _ in encoded)  # an ending's last token is only predicted
     C, V, L = model.config.n_embd, model.config.vocab_size, model.config.n_layer
-    least = (2 * 12 * L * C**2 * read + 2 * V * C * predicted) / setup.peaks[str(setup.dtype).removeprefix("torch.")][0]
-    setup.notes.append(f"limit: matrix products over each context once and its endings, at the peak of {setup.dtype}")
+    least = (2 * 12 * L * C**2 * read + 2 * V * C * predicted) / setup.peaks[spell(setup.dtype)][0]
+    setup.notes.append(f"limit: matrix products over each context once and its endings, at the peak of {spell(setup.dtype)}")
     seconds = alternate(runs, setup)
     rows = [dict(name=name, examples_per_second=len(examples) / t, limit=least / t) for name, t in seconds.items()]
     return compare(rows, "examples_per_second")
@@ -616,7 +623,7 @@ def attention(setup: Setup) -> list[dict]:
         ms = {name.split(",")[0].replace(" ", "_") + "_ms": 1000 * t for name, t in seconds.items()}
         ratio = dict(speedup=ms["written_out_ms"] / ms["fused_ms"]) if len(ms) == 2 else {}
         rows.append(dict(name=f"T {T}", T=T, **ms, **ratio))
-    setup.notes.append(f"{B} sequences, {size['n_head']} heads of {shape[-1]}, {setup.dtype}, forward and backward")
+    setup.notes.append(f"{B} sequences, {size['n_head']} heads of {shape[-1]}, {spell(setup.dtype)}, forward and backward")
     return rows
 
 
@@ -698,14 +705,11 @@ def device_name(device: torch.device) -> str:
 
 def draw(results: list[dict], path: Path) -> None:
     """A row of panels for each comparison, a column for each machine."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    from matplotlib.figure import Figure
 
     names = [name for name in BENCHMARKS if any(name in r["benchmarks"] for r in results)]
-    size = (7.5 * len(results), 4 * len(names))
-    figure, axes = plt.subplots(len(names), len(results), figsize=size, squeeze=False, layout="constrained")
+    figure = Figure(figsize=(7.5 * len(results), 4 * len(names)), layout="constrained", facecolor="white")
+    axes = figure.subplots(len(names), len(results), squeeze=False)
     for line, name in zip(axes, names, strict=True):
         for axis, result in zip(line, results, strict=True):
             if not (rows := result["benchmarks"].get(name, {}).get("rows")):
@@ -713,8 +717,7 @@ def draw(results: list[dict], path: Path) -> None:
                 continue
             (draw_bars if name != "attention" else draw_curves)(axis, rows)
             axis.set_title(f"{name}: {result['device']['name']}", fontsize=10)
-    figure.savefig(path, dpi=150, facecolor="white")
-    plt.close(figure)
+    figure.savefig(path, dpi=150)
 
 
 def draw_bars(axis, rows: list[dict]) -> None:
@@ -727,8 +730,7 @@ def draw_bars(axis, rows: list[dict]) -> None:
     axis.invert_yaxis()
     axis.margins(x=0.25)
     axis.set_xlabel(COLUMNS[key][0])
-    axis.grid(alpha=0.25, axis="x")
-    axis.spines[["top", "right"]].set_visible(False)
+    plots.tidy(axis)
 
 
 def draw_curves(axis, rows: list[dict]) -> None:
