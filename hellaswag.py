@@ -20,7 +20,6 @@ from typing import Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
@@ -34,7 +33,6 @@ BLOB_IDS = {  # git's names for the contents of these files
     "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
     "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
 }
-PROJECTED_AT_ONCE = 1024  # positions whose logits over the whole vocabulary are held at one time
 PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}  # acc, acc_norm on all of val: build-nanogpt's hellaswag.py
 
 
@@ -44,72 +42,68 @@ PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}  # acc, acc_
 def download(split: str, folder: str | Path = "hellaswag", url: str = URL, blob_ids=BLOB_IDS, attempts=3, patience=1.0) -> Path:
     """The official jsonl of a split (train, val or test), fetched into `folder` unless it is there; whole or not at all.
 
-    A server that fails is asked again after `patience` seconds, then twice as many. Raises UserError where there is no
-    network (within seconds), where the attempts run out, and for a file whose content has another git blob id.
+    A transfer that fails is tried again after `patience` seconds, then after twice as many. Raises UserError where there is
+    no network (within seconds), where the attempts run out, and for a file whose content has another git blob id.
     """
     if split not in blob_ids:
         raise UserError(f"HellaSwag has no split {split!r}: use one of {', '.join(blob_ids)}")
-    path, url = Path(folder) / f"hellaswag_{split}.jsonl", url.format(split=split)
+    path, url, wanted, problem = Path(folder) / f"hellaswag_{split}.jsonl", url.format(split=split), blob_ids[split], ""
     if path.exists():
-        if (found := blob_id(path.read_bytes())) != blob_ids[split]:
-            raise UserError(
-                f"{path} is not the official file (blob id {found}, not {blob_ids[split]}): delete it to fetch it anew"
-            )
+        if (found := blob_id(path.read_bytes())) != wanted:
+            raise UserError(f"{path} is not the official file (blob id {found}, not {wanted}): delete it to fetch it anew")
         return path
     for attempt in range(attempts):
-        content, problem, again = fetch(url)
-        if not problem and (found := blob_id(content)) != blob_ids[split]:
-            problem, again = f"{len(content)} bytes with blob id {found} came, {blob_ids[split]} was expected", True
-        if not problem or not again:
+        if attempt:
+            time.sleep(patience * 2 ** (attempt - 1))
+        content, problem, worth_another = fetch(url)
+        if not problem and (found := blob_id(content)) != wanted:
+            problem = f"{len(content)} bytes with blob id {found} came, {wanted} was expected"
+        if not problem:
+            part = path.with_name(f"{path.name}.{os.getpid()}.part")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part.write_bytes(content)
+                os.replace(part, path)
+            except OSError as error:
+                raise UserError(f"HellaSwag cannot be written to {folder} ({error}): name a local file by path") from None
+            return path
+        if not worth_another:
             break
-        if attempt + 1 < attempts:
-            time.sleep(patience * 2**attempt)
-    if problem:
-        raise UserError(f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it with --path")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(
-            f"HellaSwag cannot be written to {folder} ({error}): copy the file elsewhere, name it with --path"
-        ) from None
-    return path
+    raise UserError(f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it by path")
 
 
-def fetch(url: str, connect_seconds: float = 4) -> tuple[bytes, str, bool]:
-    """One attempt: the content, what went wrong (or nothing), and whether trying again could help."""
+def fetch(url: str, seconds: float = 5) -> tuple[bytes, str, bool]:
+    """One attempt: the content, what went wrong (or nothing), and whether another attempt is worth it."""
     import requests
 
-    # A thread of its own for the connection: a dead resolver, or eight dead addresses in turn, do not heed requests' timeout.
+    # The connection is made in a thread: a dead resolver, or eight dead addresses in turn, outlast any timeout of requests.
     answers: queue.Queue = queue.Queue()
 
     def connect() -> None:
         try:
-            answers.put(requests.get(url, stream=True, timeout=(connect_seconds, 20)))
-        except (requests.RequestException, ValueError) as error:
+            answers.put(requests.get(url, stream=True, timeout=(seconds, 20)))
+        except requests.RequestException as error:
             answers.put(error)
 
     threading.Thread(target=connect, daemon=True).start()
     try:
-        answer = answers.get(timeout=connect_seconds + 1)
-        if isinstance(answer, Exception):
-            return b"", f"no connection: {type(answer).__name__}", False
-        answer.raise_for_status()
-        size = int(answer.headers.get("content-length", 0)) or None
-        with answer, tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
-            content = bytearray()
-            for chunk in answer.iter_content(1 << 16):
-                content += chunk
-                bar.update(len(chunk))
-        return bytes(content), "", True
+        answer = answers.get(timeout=seconds)
     except queue.Empty:
-        return b"", f"no connection within {connect_seconds + 1} seconds", False
-    except requests.HTTPError as error:
-        return b"", str(error), answer.status_code >= 500 or answer.status_code == 429
-    except requests.RequestException as error:
-        return b"", f"the transfer broke off: {error}", True
+        return b"", f"no answer within {seconds} seconds", False
+    if isinstance(answer, requests.RequestException):
+        return b"", f"no connection: {type(answer).__name__}", False
+    with answer:
+        if answer.status_code != 200:
+            return b"", f"HTTP {answer.status_code} {answer.reason}", answer.status_code >= 500 or answer.status_code == 429
+        content, size = [], int(answer.headers.get("content-length", 0)) or None
+        try:
+            with tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
+                for chunk in answer.iter_content(1 << 16):
+                    content.append(chunk)
+                    bar.update(len(chunk))
+        except requests.RequestException as error:
+            return b"", f"the transfer broke off: {type(error).__name__}", True
+    return b"".join(content), "", True
 
 
 def blob_id(content: bytes) -> str:
@@ -156,17 +150,17 @@ def check(example, where: str) -> None:
         raise UserError(f"{where} {problem}: an example is a `ctx`, 4 `endings` and a `label` from 0 to 3; mend or remove it")
 
 
-def load_examples(split="val", path: str | Path = "", limit=0, world: World | None = None) -> list[dict]:
-    """All examples (or the first `limit`) on every process, downloaded by one. Where one fails, all raise UserError."""
+def load_examples(split: str, path: str | Path, limit: int, world: World) -> list[dict]:
+    """All examples (limit 0) or the first, on every process; one downloads. Where one process fails, all raise UserError."""
     examples, problem = [], ""
-    for turn in (True, False) if world and world.size > 1 else (True,):  # the main process first, the others find the file
+    for turn in (True, False):  # the main process first; the others then find the file
         try:
-            if not world or world.is_main is turn:
+            if world.is_main is turn:
                 examples = list(islice(iterate_examples(split, path), limit or None))
         except UserError as error:
             problem = str(error)
-        if world.any(bool(problem)) if world else problem:
-            raise UserError(problem or "HellaSwag could not be read by another process, see there")
+        if world.any(bool(problem)):
+            raise UserError(problem or "another process could not read HellaSwag and says why")
     return examples
 
 
@@ -242,70 +236,81 @@ def make_batches(rows: list[Row], budget: int) -> list[list[Row]]:
 
 
 def token_losses(model, batch: list[Row], device: torch.device) -> torch.Tensor:
-    """−log p of the batch's targets in nats, float32, row after row."""
+    """−log p of the batch's P targets, (P,) float32 nats, row after row."""
     W = len(batch[0].tokens)
 
-    def padded(rows):
+    def padded(rows) -> torch.Tensor:
         return torch.tensor([row + [0] * (W - len(row)) for row in rows], device=device)  # (B, W)
 
     tokens, part = padded([row.tokens for row in batch]), padded([row.part for row in batch])
-    where = torch.tensor([[b, c] for b, row in enumerate(batch) for c in row.columns], device=device).T
+    rows, columns = torch.tensor([(b, c) for b, row in enumerate(batch) for c in row.columns], device=device).T
     targets = torch.tensor([t for row in batch for t in row.targets], device=device)
     if isinstance(model, GPT):
-        mask = (part[:, None, :] == 0) | (part[:, None, :] == part[:, :, None])  # (B, W, W): the context and oneself …
-        mask = mask.tril()[:, None]  # … and nothing later; padding stands at the right, where nobody looks
-        x, project = model.hidden(tokens, padded([row.pos for row in batch]), mask), model.logits
+        looker, seen = part[:, :, None], part[:, None, :]
+        visible = (seen == 0) | (seen == looker)  # (B, W, W): the context and one's own ending …
+        mask = visible.tril()[:, None]  # … and nothing later; so nobody looks at the padding, which is at the right
+        x = model.hidden(tokens, padded([row.pos for row in batch]), mask)[rows, columns]  # (P, C)
+        project = model.logits
     else:
         lengths = torch.tensor([[len(row.tokens)] for row in batch], device=device)
         attention_mask = (torch.arange(W, device=device) < lengths).long()
-        x, project = model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits, lambda logits: logits
-    x = x[tuple(where)]  # (P, C)
-    chunks = zip(x.split(PROJECTED_AT_ONCE), targets.split(PROJECTED_AT_ONCE), strict=True)
-    return torch.cat([F.cross_entropy(project(x).float(), t, reduction="none") for x, t in chunks])
+        x = model(input_ids=tokens, attention_mask=attention_mask, use_cache=False).logits[rows, columns]  # (P, V)
+        project = torch.nn.Identity()
+    at_once = 128 if device.type == "cpu" else 2048  # rows of logits in float32: on a CPU they should stay in its cache
+    losses = []
+    for some, t in zip(x.split(at_once), targets.split(at_once), strict=True):
+        logits = project(some).float()
+        losses.append(logits.logsumexp(-1) - logits.gather(-1, t[:, None])[:, 0])
+    return torch.cat(losses)
 
 
-@torch.no_grad()
-def score(model, examples, device, *, world=None, dtype=torch.float32, progress=False, tokens_per_batch=0, encode=None):
-    """-> losses (N, 4), lengths (N, 4), truncated: each ending's summed loss in nats (float64), its tokens, how many were cut.
-
-    Where context and ending outgrow the model, the context loses tokens at the left. The arguments are those of `evaluate`.
-    """
-    device, model = torch.device(device), getattr(model, "_orig_mod", model)  # a compiled module would recompile for each width
-    rank, size = (world.rank, world.size) if world else (0, 1)
-    encode = encode or get_tokenizer().encode_ordinary
-    window = getattr(model.config, "block_size", None) or getattr(model.config, "max_position_embeddings", None) or math.inf
+def prepare(examples: list[dict], encode, window: int, share: bool) -> tuple[list[Row], np.ndarray, int]:
+    """The rows of all examples, the endings' lengths (N, 4), and how many examples had to be cut to fit the window."""
     rows, lengths, truncated = [], np.zeros((len(examples), 4), dtype=np.int64), 0
     for n, example in enumerate(examples):
         check(example, f"example {n}")
         context, endings = encode_example(example, encode)
         longest = max(map(len, endings))
-        if len(context) + longest - 1 > window:
+        if len(context) + longest - 1 > window:  # the oldest tokens of the context go; an ending loses its last, if it must
             truncated += 1
             context = context[-max(1, window - longest + 1) :]
             endings = [ending[:window] for ending in endings]
         lengths[n] = [len(ending) for ending in endings]
-        rows += lay_out(n, context, endings, window if isinstance(model, GPT) else 0)
+        rows += lay_out(n, context, endings, window if share else 0)
+    return rows, lengths, truncated
 
-    # The batches are the same for any number of processes, so the losses are too. Every process makes as many forward passes
-    # as the others (the last may be an idle repetition): a sharded model gathers its weights in each.
+
+@torch.no_grad()
+def score(model, examples, device, *, world=None, dtype=torch.float32, progress=False, tokens_per_batch=0, encode=None):
+    """-> losses (N, 4), lengths (N, 4), truncated: the endings' summed losses in nats (float64) and their tokens.
+
+    truncated counts the examples that were cut to fit the model. The arguments are those of `evaluate`.
+    """
+    device, model = torch.device(device), getattr(model, "_orig_mod", model)  # compiled, it would recompile for every width
+    rank, size = (world.rank, world.size) if world else (0, 1)
+    window = getattr(model.config, "block_size", None) or getattr(model.config, "max_position_embeddings", None) or 1 << 30
+    encode = encode or get_tokenizer().encode_ordinary
+    rows, lengths, truncated = prepare(examples, encode, window, share=isinstance(model, GPT))
+
+    # The batches are the same for any number of processes, and so are the losses. Every process makes as many forward passes
+    # as the others (in the last round some repeat a batch for nothing): a sharded model gathers its weights in each.
     batches = make_batches(rows, tokens_per_batch or (1024 if device.type == "cpu" else 16384))
-    mine, losses, modes = [], [], [(module, module.training) for module in model.modules()]
+    slots, losses, modes = [], [], [(module, module.training) for module in model.modules()]
+    model.eval()
     try:
-        model.eval()
-        with autocast(device, dtype):  # one context for all batches: the weights are cast once
+        with autocast(device, dtype):  # one context around all batches: the weights are cast once
             for k in tqdm(range(rank, rank + len(batches), size), "HellaSwag", disable=not progress or rank > 0, leave=False):
                 batch = batches[k % len(batches)]
                 loss = token_losses(model, batch, device)
                 if k < len(batches):
-                    mine += [slot for row in batch for slot in row.slots]
+                    slots += [slot for row in batch for slot in row.slots]
                     losses.append(loss)
     finally:
         for module, mode in modes:
             module.training = mode
-    weights = torch.cat(losses).cpu().double().numpy() if losses else None
-    total = torch.from_numpy(
-        np.bincount(np.array(mine, dtype=np.int64), weights, minlength=4 * len(examples)).astype(np.float64)
-    )
+    total = torch.zeros(4 * len(examples), dtype=torch.float64)
+    if losses:
+        total.index_add_(0, torch.tensor(slots), torch.cat(losses).cpu().double())
     return (world.sum(total) if world else total).view(-1, 4).numpy(), lengths, truncated
 
 
