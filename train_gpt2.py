@@ -429,14 +429,8 @@ def parse_command_line(args: list[str]) -> TrainConfig:
     return tyro.cli(TrainConfig, default=PRESETS.get(named[-1] if named else "gpt2", PRESETS["gpt2"]), args=args)
 
 
-def main() -> None:
-    config = parse_command_line(sys.argv[1:])
-    if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
-        if int(os.environ.get("RANK", 0)) == 0:
-            print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)
-        sys.exit(2)
-    with World(config.device) as world:
-        train(config, world)
+# What may differ between a run and its continuation without changing what is computed.
+HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "keep_checkpoints", "checkpoint_every"}
 
 
 def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
@@ -461,10 +455,6 @@ def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
     return found
 
 
-# What may differ between a run and its continuation without changing what is computed.
-HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "keep_checkpoints", "checkpoint_every"}
-
-
 def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
     """The examples to score; empty, with a line that says why, where there are none to be had."""
     if not config.hellaswag_every:
@@ -485,180 +475,220 @@ def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
     return [] if world.any(bool(why)) else examples
 
 
-def print_setup(config: TrainConfig, raw: GPT, optimizer, loaders, world: World, log: Log, B: int, accumulation: int) -> None:
+@dataclass
+class Run:
+    """What the loop works on. `raw` is saved, scored and sampled; `model` around it is compiled, averages gradients, trains."""
+
+    config: TrainConfig
+    world: World
+    log: Log
+    stop: Stop
+    dtype: torch.dtype
+    raw: GPT
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    batch_size: int  # B, the micro-batch
+    train_loader: DataLoaderLite
+    val_loader: DataLoaderLite
+    examples: list[dict]  # of HellaSwag
+    step: int = 0  # updates done
+    evaluated: bool = False  # whether what is due at this step is done
+    cursor: int = 0  # where this step's sequences start
+    best: dict | None = None  # loss and step of the best validation so far
+    last_saved: Path | None = None
+    began: float = 0.0  # when this run would have started, had it never been interrupted
+
+    def wall(self) -> float:
+        return time.perf_counter() - self.began
+
+    @property
+    def grad_accum_steps(self) -> int:
+        return self.config.total_batch_size // self.config.sequence_length // self.world.size // self.batch_size
+
+    def due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
+
+
+def set_up(config: TrainConfig, world: World) -> Run:
+    """Makes the model, the optimizer and the loaders: from nothing, from other weights, or from a checkpoint."""
+    log, stop, device, T = Log(config.log_dir, world.is_main), Stop(world), world.device, config.sequence_length
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
+        torch.use_deterministic_algorithms(True)
+    path, state = find_resume(config, log) or (None, None)
+
+    dtype, reason = pick_dtype(device, config.dtype)
+    if config.dtype == "auto" and state:
+        dtype, reason = getattr(torch, state["dtype"]), "as before"
+    elif config.dtype == "auto" and world.any(dtype == torch.float32):  # the same on all processes
+        dtype = torch.float32
+    torch.manual_seed(config.seed)
+    memory = dict(pad_vocab_to=config.pad_vocab_to, activation_checkpointing=config.activation_checkpointing)
+    if path is None and config.init_from == "scratch":
+        raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
+    else:
+        raw = GPT.from_pretrained(path or config.init_from, block_size=T, **memory)
+    raw.to(device)
+    why_eager = compiler_works(device) if config.compile else "as asked"
+    log.say(f"device: {device}, {dtype} ({reason}), {'eager: ' + why_eager if why_eager else 'compiled'}".replace("torch.", ""))
+    model = raw if why_eager else torch.compile(raw, dynamic=False)
+
+    sequences = config.total_batch_size // T // world.size  # of one update, on each process
+    B = config.batch_size or (state["batch_size"] if state else 0)
+    if B == 0 or sequences % B:
+        B = fit_batch_size(model, raw, config, world, dtype)
+    loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
+    run = Run(
+        *(config, world, log, stop, dtype, raw, world.wrap(model)),
+        raw.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2), config.eps),
+        torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        *(B, loader),
+        # validation is eager and holds its logits, so it takes fewer sequences at a time
+        DataLoaderLite(config.data_dir, "val", max(1, min(B, 8192 // T)), T) if config.val_every else loader,
+        load_hellaswag(config, world, log),
+        began=time.perf_counter(),
+    )
+    print_setup(run)
+    about = describe_run(config, world, dtype, B)
+    if state:
+        restore(run, path, state)
+        log.resume(run.step, run.evaluated, about)
+    else:
+        log.start(about)
+    return run
+
+
+def print_setup(run: Run) -> None:
     """The facts of a run that a reader of its output will want to have seen."""
-    decayed, others = ([p.numel() for p in group["params"]] for group in optimizer.param_groups)
+    config, log, tokens, total = run.config, run.log, run.train_loader.num_tokens, run.config.total_batch_size
+    decayed, others = ([p.numel() for p in group["params"]] for group in run.optimizer.param_groups)
     log.say(
-        f"model: {raw.num_params():,} parameters; {len(decayed)} decayed tensors with {sum(decayed):,} (padding included), "
-        f"{len(others)} others with {sum(others):,}; {type(optimizer).__name__}, fused: {optimizer.defaults.get('fused')}"
+        f"model: {run.raw.num_params():,} parameters; {len(decayed)} decayed tensors with {sum(decayed):,} (padding included), "
+        f"{len(others)} others with {sum(others):,}; {type(run.optimizer).__name__}, fused: {run.optimizer.defaults['fused']}"
     )
-    for name, loader in loaders.items():
-        log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
-    tokens = loaders["train"].num_tokens
+    for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
+        if loader is not run.train_loader or name == "train":
+            log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
     log.say(
-        f"batch: B {B} × T {config.sequence_length} × accumulation {accumulation} × ranks {world.size} = "
-        f"{config.total_batch_size:,} tokens; an epoch is {tokens / config.total_batch_size:,.1f} steps, "
-        f"the run {config.max_steps:,} steps or {config.max_steps * config.total_batch_size / tokens:.2f} epochs"
+        f"batch: B {run.batch_size} × T {config.sequence_length} × accumulation {run.grad_accum_steps} × "
+        f"ranks {run.world.size} = {total:,} tokens; an epoch is {tokens / total:,.1f} steps, the run {config.max_steps:,} steps or "
+        f"{config.max_steps * total / tokens:.2f} epochs"
     )
-    if config.val_every and config.val_tokens > loaders["val"].num_tokens:
+    if config.val_every and config.val_tokens >= run.val_loader.num_tokens:
         log.say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
 
 
+def restore(run: Run, path: Path, state: dict) -> None:
+    """Puts a run where a checkpoint left it."""
+    if state["tokens"] != run.train_loader.num_tokens:
+        raise UserError(
+            f"{run.config.data_dir} has {run.train_loader.num_tokens} tokens, {state['tokens']} when {path} was written: "
+            f"put the shards back, or start a new run from its weights with --init-from {path}"
+        )
+    checkpoint.load_optimizer(run.raw, run.optimizer, state)
+    run.scaler.load_state_dict(state["scaler"])
+    run.train_loader.load_state_dict(state)
+    torch.set_rng_state(state["rng"])
+    run.step, run.evaluated, run.cursor, run.best = (state[key] for key in ("step", "evaluated", "cursor", "best"))
+    run.began, run.last_saved = time.perf_counter() - state["wall"], path
+
+
+def save(run: Run) -> Path:
+    """Writes a checkpoint of the updates done so far, then removes those no longer wanted."""
+    state = {key: getattr(run, key) for key in ("step", "evaluated", "cursor", "best", "batch_size")}
+    state |= dict(wall=run.wall(), tokens=run.train_loader.num_tokens, dtype=str(run.dtype).removeprefix("torch."))
+    state |= dict(config=dataclasses.asdict(run.config), scaler=run.scaler.state_dict(), rng=torch.get_rng_state())
+    run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizer, state, run.world)
+    if run.world.is_main:
+        best = Path(run.config.log_dir) / f"ckpt_{run.best['step']:06d}" if run.best else None
+        checkpoint.prune(run.config.log_dir, run.config.keep_checkpoints, best)
+    return run.last_saved
+
+
+def evaluate(run: Run) -> None:
+    """Whatever is due at this step: validation, HellaSwag, samples, the plot. Training does not notice."""
+    config, step, world = run.config, run.step, run.world
+    if run.due(config.val_every):
+        val_loss = validate(run.raw, run.val_loader, config.val_tokens, world, run.dtype, run.stop)
+        perplexity = math.exp(min(val_loss, 99))
+        run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
+        run.log.value(step, "val", val_loss, perplexity=perplexity)
+        if run.best is None or val_loss < run.best["loss"]:
+            run.best = {"loss": val_loss, "step": step}
+    if run.examples and run.due(config.hellaswag_every):
+        score = hellaswag.evaluate(run.raw, run.examples, world.device, world=world, dtype=run.dtype)
+        run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
+        run.log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
+    if step > 0 and run.due(config.sample_every):
+        generator = torch.Generator(world.device).manual_seed(config.seed + 1000 * step + world.rank)
+        texts = sample.complete(run.raw, config.sample_prompt, config.num_samples, config.sample_tokens, generator=generator)
+        for i, text in enumerate(texts):
+            print(f"rank {world.rank} sample {i}: {text}", flush=True)
+        run.log.record(step, "samples", prompt=config.sample_prompt, samples=texts)
+    if world.is_main and run.due(config.val_every):
+        plots.plot_run(config.log_dir)
+
+
 def train(config: TrainConfig, world: World) -> None:
-    """A run: from nothing, from a model or from a checkpoint, to its last step, or to the signal that interrupts it."""
-    log, stop = Log(config.log_dir, world.is_main), Stop(world)
-    dtype, reason = pick_dtype(world.device, config.dtype)
-    T, device = config.sequence_length, world.device
-    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
-
-    # the model: `raw` is saved, scored and sampled; `model` around it is compiled, averages gradients, and is trained
-    resumed = find_resume(config, log)
-    torch.manual_seed(config.seed)
-    memory = dict(pad_vocab_to=config.pad_vocab_to, activation_checkpointing=config.activation_checkpointing)
-    if config.dtype == "auto":  # the same on all processes, and when a run goes on
-        if resumed:
-            dtype, reason = getattr(torch, resumed[1]["dtype"]), "as before"
-        elif world.any(dtype == torch.float32):
-            dtype = torch.float32
-    start_from = resumed[0] if resumed else config.init_from
-    if start_from == "scratch":
-        raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
-    else:
-        raw = GPT.from_pretrained(start_from, block_size=T, **memory)
-    raw.to(device)
-    why_not = compiler_works(device) if config.compile else "as asked"
-    log.say(
-        f"device: {device}, {str(dtype).removeprefix('torch.')} ({reason}), {'eager: ' + why_not if why_not else 'compiled'}"
-    )
-    model = raw if why_not else torch.compile(raw, dynamic=False)
-    state = resumed[1] if resumed else {"step": 0, "cursor": 0, "evaluated": False, "best": None, "wall": 0.0, "batch_size": 0}
-    B = config.batch_size or state["batch_size"] or 0
-    sequences = config.total_batch_size // T // world.size  # of one update, on each process
-    if B == 0 or sequences % B:
-        B = fit_batch_size(model, raw, config, world, dtype)
-    grad_accum_steps = sequences // B
-    model = world.wrap(model)
-    optimizer = raw.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2), config.eps)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-
-    # the data
-    train_loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
-    val_B = max(1, min(B, 8192 // T))  # validation is eager and holds the logits
-    val_loader = DataLoaderLite(config.data_dir, "val", val_B, T) if config.val_every else train_loader
-    examples = load_hellaswag(config, world, log)
-    print_setup(config, raw, optimizer, {"train": train_loader, "val": val_loader}, world, log, B, grad_accum_steps)
-
-    run = describe_run(config, world, dtype, B)
-    if resumed:
-        if state["tokens"] != train_loader.num_tokens:
-            raise UserError(
-                f"{config.data_dir} has {train_loader.num_tokens} tokens, {state['tokens']} when {resumed[0]} was written: "
-                f"put the shards back, or start a new run from its weights with --init-from {resumed[0]}"
-            )
-        checkpoint.load_optimizer(raw, optimizer, state)
-        scaler.load_state_dict(state["scaler"])
-        train_loader.load_state_dict(state)
-        torch.set_rng_state(state["rng"])
-        log.resume(state["step"], state["evaluated"], run)
-    else:
-        log.start(run)
-
-    start, best, last_saved = state["step"], state["best"], resumed[0] if resumed else None
-    began = first_step_done = time.perf_counter()
-
-    def due(every: int, step: int) -> bool:
-        return every > 0 and (step % every == 0 or step == config.max_steps)
-
-    def evaluate(step: int) -> None:
-        nonlocal best
-        if due(config.val_every, step):
-            val_loss = validate(raw, val_loader, config.val_tokens, world, dtype, stop)
-            log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {math.exp(min(val_loss, 99)):.2f}")
-            log.value(step, "val", val_loss, perplexity=math.exp(min(val_loss, 99)))
-            if best is None or val_loss < best["loss"]:
-                best = {"loss": val_loss, "step": step}
-        if examples and due(config.hellaswag_every, step):
-            score = hellaswag.evaluate(raw, examples, device, world=world, dtype=dtype)
-            log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
-            log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
-        if step > 0 and due(config.sample_every, step):
-            generator = torch.Generator(device).manual_seed(config.seed + 1000 * step + world.rank)
-            texts = sample.complete(raw, config.sample_prompt, config.num_samples, config.sample_tokens, generator=generator)
-            for i, text in enumerate(texts):
-                print(f"rank {world.rank} sample {i}: {text}", flush=True)
-            log.record(step, "samples", prompt=config.sample_prompt, samples=texts)
-        if world.is_main and due(config.val_every, step):
-            plots.plot_run(config.log_dir)
-
-    def save(step: int, evaluated: bool, cursor: dict) -> Path:
-        nonlocal last_saved
-        now = dict(step=step, **cursor, evaluated=evaluated, best=best, wall=wall(), batch_size=B)
-        now |= dict(tokens=train_loader.num_tokens, config=dataclasses.asdict(config), scaler=scaler.state_dict())
-        now |= dict(dtype=str(dtype).removeprefix("torch."))
-        last_saved = checkpoint.save(config.log_dir, raw, optimizer, now | dict(rng=torch.get_rng_state()), world)
-        if world.is_main:
-            best_path = Path(config.log_dir) / f"ckpt_{best['step']:06d}" if best else None
-            checkpoint.prune(config.log_dir, config.keep_checkpoints, best_path)
-        return last_saved
-
-    def wall() -> float:
-        return state["wall"] + time.perf_counter() - began
-
-    step, evaluated, cursor = start, state["evaluated"], train_loader.state_dict()
+    """A run to its last step, or to the signal that interrupts it: evaluate, save, make an update, log it."""
+    run = set_up(config, world)
     try:
-        for step in range(start, config.max_steps + 1):
-            cursor, evaluated = train_loader.state_dict(), evaluated and step == start
-            if not evaluated:
-                evaluate(step)
-                evaluated = True
-            if step > start and due(config.checkpoint_every, step):
-                save(step, evaluated, cursor)
-            if step == config.max_steps:
-                break
-            if config.overfit_single_batch:
-                train_loader.reset()
-
-            t0 = time.perf_counter()
-            lr = learning_rate(step, config)
-            loss, norm = train_step(
-                model, optimizer, scaler, train_loader, grad_accum_steps, world, dtype, lr, config.grad_clip, stop
-            )
-            loss, norm = loss.item(), norm.item()  # waits for the device: the one time in a step
-            dt = time.perf_counter() - t0
-            if step == start:
-                first_step_done = time.perf_counter()  # compilation belongs to the first step
-
-            if not math.isfinite(loss) or (not math.isfinite(norm) and not scaler.is_enabled()):
-                raise UserError(explain_nan(step, loss, norm, cursor["cursor"], config, last_saved))
-            tokens_per_sec = config.total_batch_size / dt
-            left = (time.perf_counter() - first_step_done) / max(1, step - start) * (config.max_steps - step - 1)
-            log.say(
-                f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} | dt {1000 * dt:.1f}ms | "
-                f"tok/sec {tokens_per_sec:,.0f}" + (f" | left {duration(left)}" if step > start else "")
-            )
-            seen = (step + 1) * config.total_batch_size
-            log.value(
-                step, "train", loss, 6, lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=tokens_per_sec, tokens=seen,
-                wall=wall(), memory=peak_memory(device),
-            )  # fmt: skip
+        loop(run)
     except Interrupted:
-        if step == 0:
-            return log.say("interrupted before the first update: nothing to save, the same command starts it again")
-        path = last_saved if step == start and resumed else save(step, evaluated, cursor)
-        return log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
-    log.say(f"done: {config.max_steps} steps in {duration(wall())}, peak memory {peak_memory(device) / 2**30:.2f} GB")
+        if run.step == 0:
+            return run.log.say("interrupted before the first update: nothing to save, the same command starts it again")
+        path = save(run)
+        return run.log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
+    run.log.say(
+        f"done: {config.max_steps} steps in {duration(run.wall())}, peak memory {peak_memory(world.device) / 2**30:.2f} GB"
+    )
 
 
-def explain_nan(step: int, loss: float, norm: float, cursor: int, config: TrainConfig, last_saved: Path | None) -> str:
+def loop(run: Run) -> None:
+    config, start = run.config, run.step
+    first_step_done = 0.0
+    while True:
+        if not run.evaluated:
+            evaluate(run)
+            run.evaluated = True
+        if run.step > start and run.due(config.checkpoint_every):
+            save(run)
+        if run.step == config.max_steps:
+            return
+        if config.overfit_single_batch:
+            run.train_loader.reset()
+
+        t0, step, lr = time.perf_counter(), run.step, learning_rate(run.step, config)
+        loss, norm = train_step(
+            *(run.model, run.optimizer, run.scaler, run.train_loader, run.grad_accum_steps, run.world, run.dtype),
+            *(lr, config.grad_clip, run.stop),
+        )
+        loss, norm = loss.item(), norm.item()  # waits for the device: the one time in a step
+        dt = time.perf_counter() - t0
+        if not math.isfinite(loss) or (not math.isfinite(norm) and not run.scaler.is_enabled()):
+            raise UserError(explain_nan(run, loss, norm))
+        run.step, run.cursor, run.evaluated = step + 1, run.train_loader.cursor, False
+
+        first_step_done = first_step_done or time.perf_counter()  # compilation belongs to the first step
+        left = (time.perf_counter() - first_step_done) / max(1, step - start) * (config.max_steps - run.step)
+        rate = config.total_batch_size / dt
+        run.log.say(
+            f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} | dt {1000 * dt:.1f}ms | tok/sec {rate:,.0f}"
+            + (f" | left {duration(left)}" if step > start else "")
+        )
+        more = dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, tokens=run.step * config.total_batch_size)
+        run.log.value(step, "train", loss, 6, **more, wall=run.wall(), memory=peak_memory(run.world.device))
+
+
+def explain_nan(run: Run, loss: float, norm: float) -> str:
     """What to know and to do about a loss that is not a number."""
-    S = config.total_batch_size // config.sequence_length
+    last = run.cursor + run.config.total_batch_size // run.config.sequence_length - 1
     find = "import runpy, torch; torch.autograd.set_detect_anomaly(True); runpy.run_path('train_gpt2.py', run_name='__main__')"
     return (
-        f"step {step}: the loss is {loss} and the gradient norm {norm}, on sequences {cursor} to {cursor + S - 1}; "
-        f'last good checkpoint: {last_saved or "none yet"}. To find the operation: python -c "{find}" '
+        f"step {run.step}: the loss is {loss} and the gradient norm {norm}, on sequences {run.cursor} to {last}; "
+        f'last good checkpoint: {run.last_saved or "none yet"}. To find the operation: python -c "{find}" '
         f"{shlex.join(without_resume())} --no-compile --resume auto. To go on: a lower --learning-rate, or --dtype float32."
     )
 
@@ -673,6 +703,16 @@ def command_to_resume() -> str:
     n = int(os.environ.get("WORLD_SIZE", 1))
     start = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
     return f"{start} {shlex.join(['train_gpt2.py', *without_resume()])} --resume auto"
+
+
+def main() -> None:
+    config = parse_command_line(sys.argv[1:])
+    if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
+        if int(os.environ.get("RANK", 0)) == 0:
+            print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)
+        sys.exit(2)
+    with World(config.device) as world:
+        train(config, world)
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from conftest import TINY, command, environment, run_script
-from hypothesis import given
 from hypothesis import strategies as st
 
 import checkpoint
@@ -54,10 +54,10 @@ def test_the_learning_rate_warms_up_then_falls_along_a_cosine_to_a_tenth():
     lr = [learning_rate(s, config) for s in range(101)]
     assert lr[0] == pytest.approx(0.1) and lr[9] == lr[10] == 1.0 and lr[100] == pytest.approx(0.1)
     assert lr[55] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert all(a >= b for a, b in zip(lr[10:], lr[11:], strict=False))
+    assert lr[10:] == sorted(lr[10:], reverse=True)
 
 
-@given(decay=st.sampled_from(["cosine", "linear", "wsd"]), warmup=st.integers(0, 50), steps=st.integers(51, 200))
+@hypothesis.given(decay=st.sampled_from(["cosine", "linear", "wsd"]), warmup=st.integers(0, 50), steps=st.integers(51, 200))
 def test_every_schedule_stays_between_its_least_and_its_peak_and_ends_at_the_least(decay, warmup, steps):
     config = TrainConfig(max_steps=steps, warmup_steps=warmup, learning_rate=1.0, decay=decay, decay_frac=0.3)
     after = [learning_rate(s, config) for s in range(warmup, steps + 1)]
@@ -243,7 +243,7 @@ def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_pat
 
 
 def test_a_single_batch_is_learned_by_heart(shards, tmp_path):
-    train(shards, tmp_path / "log", "--overfit-single-batch", "--max-steps", 150, "--n-embd", "64", "--learning-rate", "0.01")
+    train(shards, tmp_path / "log", "--overfit-single-batch", "--max-steps", 300, "--n-embd", "64", "--learning-rate", "0.01")
     assert losses(tmp_path / "log")[-1] < 0.1
 
 
@@ -259,7 +259,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(shards, tmp_p
         file = tmp_path / "log" / "ckpt_000006" / name
         content = file.read_bytes()
         file.write_bytes(content[: len(content) // 2])
-        path, state = checkpoint.newest(tmp_path / "log", lambda line: said.append(line)) if (said := []) is not None else None
+        said = []
+        path, state = checkpoint.newest(tmp_path / "log", said.append)
         assert path.name == "ckpt_000003" and state["step"] == 3 and "ckpt_000006" in said[0] and "damaged" in said[0]
         file.write_bytes(content)
     assert checkpoint.newest(tmp_path / "log")[0].name == "ckpt_000006"
