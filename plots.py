@@ -158,7 +158,7 @@ def prepare(axis, runs: list[Run], by: str):
 
 def draw_loss(axis, runs: list[Run], by: str = "step") -> None:
     """Training loss, faint as it was and smoothed, and validation loss. The fall of the first steps may lie above the view."""
-    alone, tops = len(runs) == 1, []
+    alone, tops, validations = len(runs) == 1, [], []
     for run, color, unit in prepare(axis, runs, by):
         for steps, losses in filter(None, [run.streams.get("train")]):
             window = min(50, max(1, len(losses) // 50))
@@ -170,14 +170,19 @@ def draw_loss(axis, runs: list[Run], by: str = "step") -> None:
             label = f"validation, {losses[-1]:.3f} at step {steps[-1]:,}" if alone else None
             style = dict(color=ORANGE, markeredgecolor="white") if alone else dict(color=color, markeredgecolor=BLACK)
             size = 4.5 if len(losses) <= 25 else 3
-            axis.plot(run.place(steps, by) / unit, losses, "o-", label=label, markersize=size, markeredgewidth=0.5, **style)
+            style |= dict(label=label, markersize=size, markeredgewidth=0.5)
+            validations += axis.plot(run.place(steps, by) / unit, losses, "o-", **style)
             tops.append(losses[-1])
     if not alone:
         axis.plot([], [], "o", color="white", markeredgecolor=BLACK, markersize=4.5, label="validation")
     if any(map(is_fineweb, runs)):
         axis.axhline(GPT2_VAL_LOSS["124M"], color=BLACK, linestyle="--", linewidth=1.2, label="OpenAI's GPT-2 124M, validation")
-    bottom, top = axis.dataLim.y0, max(tops, default=11)
-    axis.set_ylim(bottom - 0.06 * (top - bottom), top + 0.06 * (top - bottom))
+    if tops:
+        bottom, top = axis.dataLim.y0, max(tops)
+        margin = 0.06 * (top - bottom) or 0.5
+        axis.set_ylim(bottom - margin, top + margin)
+    for line in validations:  # no line across the picture from an untrained model's loss to the first evaluation in view
+        line.set_ydata(np.where(line.get_ydata() > axis.get_ylim()[1], np.nan, line.get_ydata()))
     axis.set_ylabel("loss (nats per token)")
     tidy(axis, loc="upper right")
 
