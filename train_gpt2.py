@@ -573,8 +573,8 @@ def print_setup(run: Run) -> None:
             log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
     log.say(
         f"batch: B {run.batch_size} × T {config.sequence_length} × accumulation {run.grad_accum_steps} × "
-        f"ranks {run.world.size} = {total:,} tokens; an epoch is {tokens / total:,.1f} steps, the run {config.max_steps:,} steps or "
-        f"{config.max_steps * total / tokens:.2f} epochs"
+        f"ranks {run.world.size} = {total:,} tokens; an epoch is {tokens / total:,.1f} steps, "
+        f"the run {config.max_steps:,} steps or {config.max_steps * total / tokens:.2f} epochs"
     )
     if config.val_every and config.val_tokens >= run.val_loader.num_tokens:
         log.say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
