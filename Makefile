@@ -6,8 +6,8 @@ QUICKSTART := log/quickstart
 
 .PHONY: setup quickstart test torture bench clean
 
-setup: .venv/requirements
-	@echo "setup: .venv is ready"
+setup:
+	@if [ .venv/requirements -nt requirements.txt ]; then echo "setup: .venv is there and up to date"; else $(MAKE) -s .venv/requirements; fi
 
 .venv/requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
@@ -34,7 +34,7 @@ quickstart: setup
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@$(PY) -m pytest
+	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
 torture: .venv/requirements-dev
 	@$(PY) -m pytest -m torture --timeout 7200
