@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -459,20 +459,11 @@ def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
     """The examples to score; empty, with a line that says why, where there are none to be had."""
     if not config.hellaswag_every:
         return []
-    examples, why = [], ""
-    for turn in (world.is_main, not world.is_main):  # the main process downloads, then the others read
-        try:
-            if turn and not world.any(bool(why)):
-                examples = list(
-                    islice(hellaswag.iterate_examples("val", config.hellaswag_path), config.hellaswag_limit or None)
-                )
-            elif not turn:
-                world.any(bool(why))
-        except UserError as error:
-            why = str(error)
-    if why:
-        log.say(f"hellaswag: off, {why}")
-    return [] if world.any(bool(why)) else examples
+    try:
+        return hellaswag.load_examples("val", config.hellaswag_path, config.hellaswag_limit, world)
+    except UserError as error:
+        log.say(f"hellaswag: off, {error}")
+        return []
 
 
 @dataclass
