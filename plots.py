@@ -148,7 +148,7 @@ def prepare(axis, runs: list[Run], by: str):
     ends = [run.place([run.last_step()], by)[0] for run in runs]
     unit, label = next((u for u in AXES[by] if any(end >= 2 * u[0] for end in ends)), AXES[by][-1])
     axis.set_xlabel(label)
-    axis.locator_params(axis="x", nbins=6)
+    axis.locator_params(axis="x", nbins=6, integer=by == "step")
     axis.xaxis.set_major_formatter("{x:,g}")
     tidy(axis)
     for i, (run, end) in enumerate(zip(runs, ends, strict=True)):
@@ -207,7 +207,7 @@ def draw_hellaswag(axis, runs: list[Run], by: str = "step") -> None:
 
 def plot_training(runs: list[Run]):
     """Learning rate, gradient norm, throughput and, where it was logged, MFU, by step."""
-    labels = {"lr": "learning rate", "norm": "gradient norm before clipping", "tokens_per_sec": "tokens/s", "mfu": "MFU"}
+    labels = {"lr": "learning rate", "norm": "gradient norm, unclipped", "tokens_per_sec": "tokens/s", "mfu": "MFU"}
     fields = [field for field in labels if field != "mfu" or any(run.series("mfu")[0] for run in runs)]
     figure, axes = new_figure(2 if len(fields) == 4 else 1, 2 if len(fields) == 4 else 3, 3.0)
     for axis, field in zip(axes, fields, strict=True):
@@ -242,7 +242,9 @@ def plot_benchmark(name: str, rows: list[dict], machine: str):
         points = [(row["T"], row[field]) for row in rows if field in row]
         axis.loglog(*zip(*points, strict=True), "o-", color=color, label=field.removesuffix("_ms").replace("_", " "))
         axis.set(xlabel="sequence length", ylabel="milliseconds, forward and backward")
-        axis.set_xticks([row["T"] for row in rows], [f"{row['T']:,}" for row in rows], minor=False)
+        axis.set_xticks([row["T"] for row in rows], [f"{row['T']:,}" for row in rows])
+        axis.set_xticks([], minor=True)
+        axis.yaxis.set_major_formatter("{x:,g}")
     axis.set_title(f"{name}: {machine}", fontsize=10)
     tidy(axis)
     return figure
@@ -270,17 +272,21 @@ def attention_patterns(model, idx) -> np.ndarray:
 
 
 def draw_matrix(axis, matrix: np.ndarray, **colors) -> None:
-    """A matrix as an image with its colour bar: blue below zero and red above, up to the 99th percentile."""
+    """A matrix as an image with its colour bar: blue below zero and red above, in steps, up to the 99th percentile."""
+    import matplotlib
+
     top = np.percentile(np.abs(matrix), 99)
-    image = axis.imshow(matrix, aspect="auto", **{**dict(cmap="RdBu_r", vmin=-top, vmax=top), **colors})
-    axis.figure.colorbar(image, ax=axis, label="weight", extend="neither" if colors else "both", pad=0.02)
+    colors = colors or dict(cmap=matplotlib.colormaps["RdBu_r"].resampled(17), vmin=-top, vmax=top)  # steps: a small file
+    image = axis.imshow(matrix, aspect="auto", interpolation_stage="data", **colors)
+    axis.figure.colorbar(image, ax=axis, label="weight", extend="both" if image.norm.vmin < 0 else "neither", pad=0.02)
 
 
 def plot_heads(patterns: np.ndarray):
     """The patterns of all heads (n_layer, nh, T, T), a row a layer: which head to enlarge."""
     L, nh, T, _ = patterns.shape
-    framed = np.pad(patterns, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=1)  # a line between heads
+    framed = np.pad(patterns, ((0, 0), (0, 0), (0, 1), (0, 1)), constant_values=np.nan)  # a line between heads
     figure, (axis,) = new_figure(1, 1, min(9.6, max(3.0, 8.4 * L / nh)))
+    axis.set_facecolor(GREY)
     axis.imshow(framed.transpose(0, 2, 1, 3).reshape(L * (T + 1), nh * (T + 1)), cmap="Blues", vmin=0, vmax=1)
     axis.set_xticks(np.arange(nh) * (T + 1) + T / 2, range(nh))
     axis.set_yticks(np.arange(L) * (T + 1) + T / 2, range(L))

@@ -24,8 +24,8 @@ def execute(directory, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(REPO / "play.ipynb", as_version=4)
-    client = nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(directory)}})
-    return client.execute()
+    where = {"metadata": {"path": str(directory)}}
+    return nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=where).execute()
 
 
 def outputs(notebook):
@@ -50,7 +50,7 @@ def test_the_notebook_draws_the_runs_and_the_newest_checkpoint(tmp_path, monkeyp
     model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
     model.save_pretrained(tmp_path / "log" / "tiny" / "ckpt_000002")
     notebook = execute(tmp_path, monkeypatch)
-    assert pictures(notebook) == 8  # loss twice, HellaSwag, the steps; positions, c_attn, all heads, one head
+    assert pictures(notebook) == 9  # loss twice, HellaSwag, the steps; positions twice, c_attn, all heads, one head
     assert "log/tiny/ckpt_000002: " in text(notebook)
     assert not MACHINE_PATH.search(text(notebook))
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]

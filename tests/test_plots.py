@@ -109,7 +109,7 @@ def test_several_runs_have_a_colour_each(tmp_path):
     assert [h.get_color() for h in handles[:2]] == [plots.BLUE, plots.RED]
     assert [axis.get_ylabel() for axis in plots.plot_training(runs).axes] == [
         "learning rate",
-        "gradient norm before clipping",
+        "gradient norm, unclipped",
         "tokens/s",
     ]
 
