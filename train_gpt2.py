@@ -115,9 +115,9 @@ PRESETS = {
         data_dir="data/stdlib",
         log_dir="log/quickstart",
         **dict(n_layer=6, n_head=6, n_embd=192, sequence_length=256),
-        **dict(batch_size=4, total_batch_size=1024, max_steps=330, warmup_steps=30, learning_rate=3e-3),
-        **dict(val_every=66, val_tokens=20480, hellaswag_every=330, hellaswag_limit=100, checkpoint_every=330),
-        **dict(sample_every=165, sample_prompt="def ", sample_tokens=96, num_samples=2),
+        **dict(batch_size=8, total_batch_size=2048, max_steps=170, warmup_steps=20, learning_rate=4e-3),
+        **dict(val_every=34, val_tokens=20480, hellaswag_every=170, hellaswag_limit=100, checkpoint_every=170),
+        **dict(sample_every=85, sample_prompt="def ", sample_tokens=96, num_samples=2),
     ),
 }
 
