@@ -438,14 +438,17 @@ def tokenize(texts: list[str], starts: list[bool], hashed: bool) -> tuple[np.nda
 @contextlib.contextmanager
 def worker_pool(workers: int, of_workers: Benchmark | None) -> Iterator[ProcessPoolExecutor]:
     """Processes that tokenize, gone at the end of the `with` block but for what they have already begun."""
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # its word on a killed process's semaphores
     pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(of_workers,))
     try:
         pool.submit(os.getpid).result()  # where processes are forked, do so before there are threads
         yield pool
     except BrokenProcessPool:
-        raise UserError(
-            "a worker was killed, perhaps for want of memory: the same command goes on, --workers 1 needs least"
-        ) from None
+        message = "a worker was killed, perhaps for want of memory: the same command goes on, with --workers 1 it needs least"
+        raise UserError(message) from None
+    except KeyboardInterrupt:
+        print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
+        os._exit(130)  # at once, workers and all: reading may be waiting for the network, writing for the disk
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -844,12 +847,8 @@ def main() -> None:
             f"{', '.join(config.source)}: {estimate(files, workers)}; {shutil.disk_usage('.').free / 1e9:,.0f} GB are free here"
         )
     else:
-        try:
-            with locked(folder):
-                build(config, folder, name, workers)
-        except KeyboardInterrupt:
-            print(f"\ninterrupted: the same command goes on from the last whole shard of {folder}", file=sys.stderr, flush=True)
-            os._exit(130)  # reading may be waiting for the network, and nobody for that
+        with locked(folder):
+            build(config, folder, name, workers)
 
 
 if __name__ == "__main__":

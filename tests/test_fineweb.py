@@ -1,0 +1,838 @@
+"""fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program on the way."""
+
+import hashlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import fineweb
+from fineweb import Benchmark, Piece, Seen, TextFile, UserError, cut_out, encode, held_out, pack, read, token_stream, tokenize
+from tokenizer import EOT, get_tokenizer
+
+ROOT = Path(__file__).parent.parent
+FINEWEB = str(ROOT / "fineweb.py")
+
+NASTY = [
+    "",
+    "x",
+    "ab" * 500_000,  # a megabyte without a space
+    "<|endoftext|> is text here: <|endoftext|><|endoftext|>",
+    "".join(chr(plane * 0x10000 + i) for plane in range(17) for i in (0x41, 0xE9, 0x1234, 0xFFFD, 0xFFFF)),  # every plane
+    "\x00\x01\r\n\r\n\t \u00a0\u3000\u2028 ends in spaces   ",
+    "don't 'tis it's I'LL 12345 مرحبا 你好 🙂🏽 e\u0301",
+    "\n" * 3000,
+]
+SURROGATES = "lone \ud800 high, low \udfff, a pair \ud83d\ude00, the wrong way \ude00\ud83d"
+
+
+def run(*args, code=0, method="", env=None, **kwargs) -> subprocess.CompletedProcess:
+    """`python fineweb.py ...` in a process of its own, which must end with that exit code."""
+    command = [sys.executable, FINEWEB]
+    if method:  # of starting workers, as a platform or a user may choose it
+        command = [sys.executable, "-c", STARTER.format(method=method)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    done = subprocess.run([*command, *map(str, args)], capture_output=True, text=True, env=env, timeout=120, **kwargs)
+    assert done.returncode == code, done.stderr + done.stdout
+    if code == 1:
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    return done
+
+
+STARTER = """
+import multiprocessing, sys
+import fineweb
+if __name__ == "__main__":
+    multiprocessing.set_start_method("{method}")
+    sys.argv[0] = "fineweb.py"
+    fineweb.run_script(fineweb.main)
+"""
+
+
+def tokens_in(folder: Path) -> np.ndarray:
+    """All tokens of a finished directory, each shard checked against the manifest."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    shards = []
+    for i, shard in enumerate(manifest["shards"]):
+        assert shard["split"] == ("train" if i else "val")
+        assert shard["name"] == f"{manifest['name']}_{shard['split']}_{i:06d}.npy"
+        data = (folder / shard["name"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == shard["sha256"]
+        shards.append(np.load(folder / shard["name"]))
+        assert shards[-1].dtype == np.uint16 and shards[-1].shape == (shard["tokens"],)
+    assert manifest["cursor"] is None and manifest["tokens"] == sum(map(len, shards))
+    assert not list(folder.glob("*.tmp"))
+    return np.concatenate(shards)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@cache
+def tokens_of(text: str) -> np.ndarray:
+    return np.array([EOT, *get_tokenizer().encode_ordinary(text)])
+
+
+def expected(texts) -> np.ndarray:
+    return np.concatenate([tokens_of(text) for text in texts])
+
+
+def texts_in(tokens: np.ndarray) -> list[str]:
+    """The documents again."""
+    assert tokens[0] == EOT
+    starts = [*np.flatnonzero(tokens == EOT), len(tokens)]
+    return [get_tokenizer().decode(tokens[a + 1 : b].tolist()) for a, b in pairwise(starts)]
+
+
+def write_parquet(path: Path, texts, group: int = 50) -> Path:
+    columns = {"text": texts, "id": [f"<urn:{i}>" for i in range(len(texts))], "token_count": list(range(len(texts)))}
+    pq.write_table(pa.table(columns), path, row_group_size=group, compression="none", use_dictionary=False)
+    return path
+
+
+def write_jsonl(path: Path, texts, column: str = "text") -> Path:
+    path.write_text("\n".join(json.dumps({"id": i, column: text}) for i, text in enumerate(texts)) + "\n")
+    return path
+
+
+def prose(count: int, seed: int = 0, words: int = 60) -> list[str]:
+    choose = random.Random(seed)
+    return [" ".join(choose.choices(WORDS, k=choose.randrange(1, 2 * words))) + "." for _ in range(count)]
+
+
+WORDS = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in range(400)]
+
+
+# ---- tokens ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
+def test_a_text_has_the_tokens_that_tiktoken_gives_it(text):
+    assert np.concatenate(encode(text)).tolist() == get_tokenizer().encode_ordinary(text)
+
+
+def test_lone_surrogates_become_the_replacement_character_as_in_tiktoken():
+    tokens = np.concatenate(encode(SURROGATES)).tolist()
+    assert tokens == get_tokenizer().encode_ordinary(SURROGATES)
+    assert get_tokenizer().decode(tokens) == "lone \ufffd high, low \ufffd, a pair 😀, the wrong way \ufffd\ufffd"
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n"])
+def test_a_million_spaces_do_not_stop_tiktoken(space):
+    text = f"before{space * 1_200_000}after{space * 150_000}"
+    assert get_tokenizer().decode(np.concatenate(encode(text)).tolist()) == text
+
+
+@pytest.mark.parametrize("text", ["a" + " " * 9 + "b", " " * 8 + "b", "a" + " " * 9, " " * 9, "\n\n\n\n\n\n x \t\t\t\t\t\t\n!"])
+def test_long_spaces_have_the_same_tokens_in_parts(text, monkeypatch):
+    monkeypatch.setattr(fineweb, "LONG_SPACE", re.compile(fineweb.LONG_SPACE.pattern.replace("100000", "5")))
+    padded = text + "y" * 100_001  # long enough to be looked at
+    assert np.concatenate(encode(padded)).tolist() == get_tokenizer().encode_ordinary(padded)
+    padded = "y" * 100_001 + "\n" + text
+    assert np.concatenate(encode(padded)).tolist() == get_tokenizer().encode_ordinary(padded)
+
+
+def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
+    choose = random.Random(5)
+    alphabet = [
+        "a",
+        "Bc",
+        " ",
+        "  ",
+        "\n",
+        "\r\n",
+        "\t",
+        "'",
+        "'s",
+        "é",
+        "你",
+        "🙂",
+        "12",
+        "!",
+        "\u3000",
+        "\u0085",
+        "\x1c",
+        "<|endoftext|>",
+    ]
+    for size in (1, 7, 16, 50):
+        monkeypatch.setattr(fineweb, "STRETCH", size)
+        for _ in range(40):
+            text = "".join(choose.choices(alphabet, k=choose.randrange(60)))
+            (tmp_path / "a.txt").write_bytes(text.encode())
+            pieces = list(read(TextFile(str(tmp_path / "a.txt"), "text", "", "a.txt", 0), 0))
+            assert "".join(piece[3] for piece in pieces) == text
+            assert [piece[1] for piece in pieces] == [True] + [False] * (len(pieces) - 1)
+            assert [piece[2] for piece in pieces] == [len(pieces) == 1] * len(pieces)
+            assert [token for piece in pieces for part in encode(piece[3]) for token in part] == expected([text])[1:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+def test_reading_goes_on_from_any_position(tmp_path, kind, monkeypatch):
+    monkeypatch.setattr(fineweb, "STRETCH", 40)
+    texts = [*prose(230, words=5), None, ""]
+    path = tmp_path / f"corpus.{kind}"
+    if kind == "text":
+        path.write_text("é ".join(texts[:-2]))
+    elif kind == "jsonl":
+        write_jsonl(path, texts[:-2])
+    else:
+        write_parquet(path, texts, group=17)
+    file = TextFile(str(path), kind, "text", path.name, 0)
+    pieces = list(read(file, 0))
+    assert len(pieces) > 200
+    for i in [0, 1, 16, 17, 18, 99, 100, 101, len(pieces) - 2, len(pieces) - 1]:
+        assert list(read(file, pieces[i][0])) == pieces[i:]
+
+
+# ---- the stream and its shards ---------------------------------------------------------------------------------------
+
+
+def stream_of(texts, size, cursor=None, seen=None, limit=10**9):
+    """What the workers and `token_stream` make of texts that come `size` at a time, from a cursor on."""
+    first = cursor["position"] if cursor else 0
+    pieces = [Piece(0, i, True, True, text) for i, text in enumerate(texts)][first:]
+    batches = [pieces[i : i + size] for i in range(0, len(pieces), size)]
+    results = [(batch, *tokenize([p.text for p in batch], [True] * len(batch), seen is not None)) for batch in batches]
+    totals = np.array(list(cursor["counts"].values()) if cursor else [0] * len(fineweb.COUNTS))
+    return token_stream(iter(results), cursor["token"] if cursor else 0, limit, seen, totals), totals
+
+
+@pytest.mark.parametrize("shard_size", [1, 64, 777, 1500])
+def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_size):
+    texts = prose(60, words=20)
+    whole = expected(texts)
+    shards = list(pack(stream_of(texts, 7)[0], shard_size, 0))
+    assert np.array_equal(np.concatenate([tokens for _, tokens, _ in shards]), whole)
+    assert [index for index, _, _ in shards] == list(range(len(shards)))
+    assert {len(tokens) for _, tokens, _ in shards[:-1]} <= {shard_size} if len(whole) >= 2 * shard_size else True
+    for i in range(0, len(shards) - 1, 1 + len(shards) // 20):
+        index, _, cursor = shards[i]
+        rest = list(pack(stream_of(texts, 4, cursor)[0], shard_size, 0, index + 1))
+        assert [(a, b.tolist(), c) for a, b, c in rest] == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
+
+
+def test_a_stream_ends_at_the_limit_and_counts_only_what_it_has_used():
+    texts = prose(50, words=20)
+    whole = expected(texts)
+    for limit in (1, 500, len(whole) - 1, len(whole), len(whole) + 1):
+        stream, totals = stream_of(texts, 6, limit=limit)
+        assert np.concatenate([batch.tokens for batch in stream]).tolist() == whole[:limit].tolist()
+        assert totals[0] == np.sum(whole[:limit] == EOT)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shard_size", "val_tokens", "held"),
+    [
+        ([50] * 40, 1000, 0, 1000),  # two shards or more: a whole one
+        ([50] * 39, 1000, 0, 100),  # less: 5%, up to a document
+        ([1900], 1000, 0, 95),  # no document starts near: 5% all the same
+        ([94, 91, 1700], 1000, 0, 94),
+        ([93, 92, 1700], 1000, 0, 93 + 92),
+        ([94, 97, 1700], 100, 70, 94),
+        ([50] * 400, 1000, 75, 100),
+        ([50] * 400, 1000, 100, 100),
+        ([50] * 400, 1000, 1000, 1000),
+        ([300] * 400, 1000, 100, 100),
+    ],
+)
+def test_the_first_tokens_are_held_out(lengths, shard_size, val_tokens, held):
+    tokens = np.concatenate([[EOT] + [1] * (n - 1) for n in lengths]).astype(np.uint16)
+    head = [fineweb.Tokens(part, None, None, None) for part in np.array_split(tokens[: 2 * shard_size], 7)]
+    assert held_out(head, shard_size, val_tokens) == held
+
+
+def test_a_corpus_that_leaves_nothing_to_train_on_is_refused():
+    with pytest.raises(UserError, match="nothing is left to train on"):
+        list(pack(stream_of(["two words"], 1)[0], 100, 5))
+    with pytest.raises(UserError, match="nothing is left to train on"):
+        list(pack(stream_of([], 1)[0], 100, 0))
+
+
+# ---- filters ---------------------------------------------------------------------------------------------------------
+
+
+def test_hashes_are_remembered_in_about_16_bytes_and_over_a_restart(tmp_path):
+    choose = random.Random(1)
+    hashes = [choose.randbytes(16) for _ in range(20_000)]
+    hashes[50:60] = [bytes([0, 0, *b"same" * 3, i, 9]) for i in range(10)]  # in one bucket
+    hashes[60] = b"\0\0" + hashes[50][9:] + hashes[51][2:9]  # found there, but across two
+    seen = Seen(tmp_path / "hashes", 0)
+    assert [seen.add(h) for h in hashes] == [True] * len(hashes)
+    assert not any(seen.add(h) for h in hashes)
+    seen.save(seen.take(12_000))
+    seen.save(seen.take(15_000))
+    seen.save(seen.take(15_500))  # but the manifest, written after this, is lost
+    again = Seen(tmp_path / "hashes", 15_000)
+    assert (tmp_path / "hashes").read_bytes() == b"".join(hashes[:15_000])
+    assert [again.add(h) for h in hashes] == [False] * 15_000 + [True] * 5_000
+    many = Seen(tmp_path / "many", 0)
+    for i in range(300_000):
+        many.add(hashlib.blake2b(i.to_bytes(4, "big"), digest_size=16).digest())
+    assert sum(len(bucket) for bucket in many.buckets) == 14 * 300_000
+
+
+def slow_matches(text: str, benchmark: list[str]) -> list[int]:
+    def words(t):
+        return [w for w in ("".join(c for c in w.lower() if c.isalnum()) for w in t.split()) if w]
+
+    grams = {tuple(words(b)[i : i + 13]) for b in benchmark for i in range(len(words(b)) - 12)}
+    return [i for i in range(len(words(text)) - 12) if tuple(words(text)[i : i + 13]) in grams]
+
+
+def test_shared_runs_of_13_words_are_found_wherever_they_stand():
+    choose = random.Random(2)
+    vocabulary = ["The", "the,", "cat", "sat!", "on", "—", "mat", "it's", "İt", "ΣΑΣ", "x_y", "9"]
+    benchmark = [" ".join(choose.choices(vocabulary, k=choose.randrange(40))) for _ in range(40)]
+    texts = []
+    for _ in range(300):
+        filler = choose.choices([*vocabulary, "unheard", "of"], k=choose.randrange(30))
+        copied = choose.choice(benchmark).upper().split()
+        texts.append(" \n".join([*filler, *copied[choose.randrange(5) : choose.randrange(10, 40)], *filler[:3]]))
+    found = Benchmark.of(benchmark).find(texts)
+    slow = {i: matches for i, text in enumerate(texts) if (matches := slow_matches(text, benchmark))}
+    assert 20 < len(slow) < 280
+    assert found == slow
+
+
+def test_a_match_is_cut_with_200_characters_on_each_side():
+    run = " ".join(f"w{i}" for i in range(13))
+    benchmark = Benchmark.of([run])
+    before, after = "a " * 300, " b" * 250
+    text = before + run.upper() + "," + after
+    left, cuts = cut_out(text, benchmark.find([text])[0])
+    assert (left, cuts) == ([(0, 400), (len(before + run) + 1 + 200, len(text))], 1)
+    text = "a " * 199 + run + " b" * 200 + " " + run + " b" * 199  # 198, 1 and 198 characters would be left
+    assert cut_out(text, benchmark.find([text])[0]) == ([], 2)
+    text = "c " * 150 + (run + " b" * 210 + " ") * 11
+    assert cut_out(text, benchmark.find([text])[0]) == ([], 11)
+    text = "c " * 250 + (run + " b" * 210 + " ") * 10
+    left, cuts = cut_out(text, benchmark.find([text])[0])
+    assert cuts == 10 and left == [(0, 300), (len(text) - 221, len(text))]
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------
+
+
+def test_importing_does_no_work_and_needs_neither_torch_nor_datasets():
+    heavy = {"torch", "datasets", "pyarrow", "tyro", "tiktoken", "requests", "tqdm"}
+    code = f"import sys, fineweb; print(*sorted({heavy} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "\n"
+
+
+@pytest.mark.parametrize(("method", "workers"), [("fork", 1), ("spawn", 2), ("forkserver", 2), ("fork", 7)])
+def test_every_document_comes_back_exactly_with_any_workers(tmp_path, method, workers, monkeypatch):
+    texts = [*NASTY, *prose(1200, words=10)]
+    (tmp_path / "a.txt").write_bytes(NASTY[4].encode() + b"\r\n" + " ".join(prose(20)).encode())
+    sources = [
+        write_parquet(tmp_path / "a.parquet", texts),
+        write_jsonl(tmp_path / "b.jsonl", [*texts[:20], SURROGATES]),
+        tmp_path / "a.txt",
+    ]
+    run("--source", *sources, "--data-dir", tmp_path / "out", "--shard-size", 50_000, "--workers", workers, method=method)
+    tokens = tokens_in(tmp_path / "out")
+    everything = [*texts, *texts[:20], SURROGATES, (tmp_path / "a.txt").read_bytes().decode()]
+    assert np.array_equal(tokens, expected(everything))
+    replaced = SURROGATES.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    assert texts_in(tokens) == [replaced if text == SURROGATES else text for text in everything]
+
+
+def test_a_finished_directory_says_so_and_other_options_are_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(30))
+    command = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 500]
+    run(*command)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    again = run(*command, "--workers", 1)
+    assert "complete, nothing to do" in again.stdout and len(again.stdout.splitlines()) == 1 and not again.stderr
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+    other = run(*command[:-1], 501, "--max-tokens", 7, code=1)
+    assert "--shard-size 500, not 501; --max-tokens 0, not 7" in other.stderr
+
+
+def test_verify_finds_a_damaged_and_a_missing_shard(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(60))
+    command = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 500, "--name", "some"]
+    run(*command)
+    assert "are as they were written" in run("--verify", "--data-dir", tmp_path / "out").stdout
+    shard = tmp_path / "out" / "some_train_000002.npy"
+    data = bytearray(shard.read_bytes())
+    data[-3] ^= 1
+    shard.write_bytes(data)
+    assert "some_train_000002.npy;" in run("--verify", "--data-dir", tmp_path / "out", code=1).stderr
+    shard.unlink()
+    assert "some_train_000002.npy" in run("--verify", "--data-dir", tmp_path / "out", code=1).stderr
+    assert "some_train_000002.npy is missing" in run(*command, code=1).stderr
+
+
+def test_a_dry_run_estimates_and_writes_nothing(tmp_path):
+    texts = prose(20_000, words=20)
+    source = write_parquet(tmp_path / "a.parquet", texts, group=1000)
+    done = run("--source", source, "--data-dir", tmp_path / "out", "--dry-run")
+    documents, tokens = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:documents|tokens)", done.stdout))
+    assert abs(documents / 20_000 - 1) < 0.01 and abs(tokens / len(expected(texts[:2000])) / 10 - 1) < 0.1
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample():
+    files = fineweb.find_files("stdlib", "text")
+    assert files == fineweb.find_files("stdlib", "text")
+    assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", file.name) for file in files)
+    assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
+    pieces = [piece for batch in fineweb.documents(files) for piece in batch]
+    assert [piece.file for piece in pieces] == list(range(len(files)))
+    i = [file.name for file in files].index("json/decoder.py")
+    assert pieces[i].text == Path(json.decoder.__file__).read_text()
+    assert 2e6 < sum(len(piece.text) for piece in pieces) / 3 < 1e7  # about 5M tokens
+
+
+def test_the_shards_are_cut_at_the_size_and_at_the_limit(tmp_path):
+    texts = prose(400)
+    source = write_jsonl(tmp_path / "a.jsonl", texts, column="content")
+    command = ["--source", source, "--column", "content", "--shard-size", 1000, "--max-tokens", 4321, "--val-tokens", 300]
+    run(*command, "--data-dir", tmp_path / "out", "--name", "mine")
+    tokens = tokens_in(tmp_path / "out")
+    assert np.array_equal(tokens, expected(texts)[:4321])
+    sizes = [shard["tokens"] for shard in json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]]
+    assert 300 <= sizes[0] < 500 and sizes[1:-1] == [1000] * (len(sizes) - 2) and tokens[sizes[0]] == EOT
+
+
+def test_duplicates_and_benchmark_texts_are_left_out_and_counted(tmp_path):
+    secret = " ".join(f"word{i}" for i in range(20))
+    padding = prose(2, seed=3, words=400)
+    texts = [
+        *prose(300, words=30),
+        "twice",
+        padding[0] + " " + secret + " " + padding[1],
+        "twice",
+        *prose(300, words=30),
+        "twice",
+    ]
+    source = write_parquet(tmp_path / "a.parquet", texts)
+    example = {"ctx": " ".join(secret.split()[:10]), "endings": [" ".join(secret.split()[10:]), "a", "b", "c"], "label": 0}
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps({"ind": 0, **example}) + "\n")
+    filters = ["--deduplicate", "--decontaminate", "--hellaswag-path", tmp_path / "hellaswag.jsonl"]
+    done = run("--source", source, "--data-dir", tmp_path / "out", "--shard-size", 10_000, *filters)
+    duplicates = len(texts) - len(set(texts))
+    assert f"{duplicates} duplicates left out; 1 contaminated: cut in 1 places, 0 dropped" in done.stdout
+    assert not (tmp_path / "out" / ".hashes").exists()
+    kept = texts_in(tokens_in(tmp_path / "out"))
+    unique = list(dict.fromkeys(texts))
+    i = unique.index(texts[301])
+    assert kept == [*unique[:i], (padding[0] + " ")[:-200], (" " + padding[1])[200:], *unique[i + 1 :]]
+
+
+# ---- interruptions ---------------------------------------------------------------------------------------------------
+
+
+def start(*args, method="", **kwargs) -> subprocess.Popen:
+    command = [sys.executable, FINEWEB] if not method else [sys.executable, "-c", STARTER.format(method=method)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    kwargs = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "start_new_session": True,
+        "env": env,
+        **kwargs,
+    }
+    return subprocess.Popen([*command, *map(str, args)], **kwargs)
+
+
+def wait_for(condition, seconds=30.0):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+def session(pid: int) -> list[int]:
+    """The processes of a session, as `start` opens one, that are still running."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == pid and fields[0] not in "ZX":
+            alive.append(int(path.parent.name))
+    return alive
+
+
+def corpus_with_everything(folder: Path, count: int, decontaminate: bool) -> list:
+    """The options of a run in which every piece of resumable state matters."""
+    choose = random.Random(8)
+    texts = prose(count, words=40)
+    secrets = [text for text in texts if len(text.split()) > 60][:20]
+    texts = [text + " " + choose.choice(secrets) if choose.random() < 0.1 else text for text in texts]
+    texts += choose.choices(texts, k=count // 5)
+    choose.shuffle(texts)
+    write_parquet(folder / "a.parquet", texts[: count // 2], group=100)
+    write_jsonl(folder / "b.jsonl", [*texts[count // 2 :], "long " * 9000])  # the last is three shards long
+    (folder / "c.txt").write_text("\n".join(texts) * 2)
+    options = ["--source", folder / "a.parquet", folder / "b.jsonl", folder / "c.txt", "--shard-size", 3000, "--deduplicate"]
+    if decontaminate:
+        rows = [{"ctx": text, "endings": ["a", "b", "c", "d"], "label": 0} for text in secrets]
+        (folder / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        options += ["--decontaminate", "--hellaswag-path", folder / "hellaswag.jsonl"]
+    return [*options, "--workers", 2]
+
+
+def kill_and_restart(folder: Path, times: int, count: int, decontaminate: bool, seed: int) -> None:
+    """A run killed at random moments is byte for byte the run that was left alone, and leaves no process behind."""
+    choose = random.Random(seed)
+    options = corpus_with_everything(folder, count, decontaminate)
+    run(*options, "--data-dir", folder / "whole")
+    whole, out = contents(folder / "whole"), folder / "killed"
+    kills = 0
+    for i in range(times):
+        process = start(*options, "--data-dir", out, method=choose.choice(["fork", "spawn"]))
+        shards = i * len(whole) // times + choose.randrange(2)  # so that the kills are spread over the whole
+        while process.poll() is None and not (len(list(out.glob("*.npy"))) >= shards and (out / "manifest.json").exists()):
+            time.sleep(0.002)
+        time.sleep(choose.random() * 0.02)
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+        wait_for(lambda pid=process.pid: not session(pid))
+    run(*options, "--data-dir", out)
+    assert kills >= times * 0.7
+    assert contents(out) == whole
+
+
+def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
+    kill_and_restart(tmp_path, times=4, count=700, decontaminate=False, seed=1)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_ctrl_c_ends_everything_within_two_seconds(tmp_path, method):
+    source = tmp_path / "a.txt"
+    source.write_text("\n".join(prose(2000)) * 100)
+    process = start("--source", source, "--data-dir", tmp_path / "out", "--shard-size", 100_000, method=method)
+    wait_for(lambda: len(list((tmp_path / "out").glob("*.npy"))) > 1)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=10)
+    wait_for(lambda: not session(process.pid), 2 - (time.monotonic() - began))
+    assert process.returncode == 130
+    assert errors.strip().startswith("interrupted: the same command goes on") and len(errors.strip().splitlines()) == 1, errors
+
+
+def test_a_killed_worker_is_one_sentence_and_resumable(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("\n".join(prose(2000)) * 30)
+    options = ["--source", source, "--shard-size", 100_000, "--workers", 2]
+    process = start(*options, "--data-dir", tmp_path / "out", method="fork")
+    wait_for(lambda: len(list((tmp_path / "out").glob("*.npy"))) > 1)
+    os.kill(max(session(process.pid)), signal.SIGKILL)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 1 and "a worker was killed" in errors and len(errors.strip().splitlines()) == 1, errors
+    run(*options, "--data-dir", tmp_path / "out")
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected([source.read_text()]))
+
+
+def test_a_second_process_on_the_same_directory_is_refused(tmp_path):
+    source = tmp_path / "a.txt"
+    source.write_text("\n".join(prose(2000)) * 100)
+    options = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 100_000]
+    process = start(*options)
+    wait_for(lambda: (tmp_path / "out" / "manifest.json").exists())
+    assert "another process is writing to" in run(*options, code=1).stderr
+    process.kill()
+    process.communicate()
+
+
+def test_a_full_disk_is_one_sentence_and_resumable(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    try:
+        source = write_jsonl(tmp_path / "a.jsonl", prose(2000))
+        options = ["--source", source, "--data-dir", disk / "out", "--shard-size", 5000]
+        message = run(*options, code=1).stderr
+        assert "No space left on device" in message and "cannot be written" in message
+        assert not list(disk.rglob("*.tmp"))
+        manifest = json.loads((disk / "out" / "manifest.json").read_text())
+        assert len(manifest["shards"]) > 2 and manifest["cursor"]
+        subprocess.run(["mount", "-o", "remount,size=8m", disk], check=True)
+        run(*options)
+        run(*options[:2], "--data-dir", tmp_path / "whole", *options[4:])
+        assert contents(disk / "out") == contents(tmp_path / "whole")
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def damaged(path: Path, texts: list[str], damage: str) -> Path:
+    if damage in ("parquet", "truncated", "column", "numbers"):
+        write_parquet(path, texts)
+        if damage == "parquet":
+            path.write_bytes(b"this is no parquet at all")
+        elif damage == "truncated":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        else:
+            name = "text" if damage == "numbers" else "content"
+            pq.write_table(pa.table({name: list(range(9)), "id": ["a"] * 9}), path)
+    elif damage == "latin":
+        path.write_bytes(("\n".join(texts) + " café").encode("latin-1"))
+    elif damage == "utf-16":
+        path.write_bytes("\n".join(texts).encode("utf-16"))
+    else:
+        lines = write_jsonl(path, texts).read_bytes().splitlines()
+        lines[150] = {"no json": b"{what", "no text": b'{"text": 5}', "latin line": '{"text": "é"}'.encode("latin-1")}[damage]
+        path.write_bytes(b"\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "message"),
+    [
+        ("parquet", "parquet", "cannot be read"),
+        ("truncated", "parquet", "cannot be read"),
+        ("column", "parquet", "has no column 'text' but content, id; --column names another"),
+        ("numbers", "parquet", "has no text in column 'text'"),
+        ("latin", "txt", "is not UTF-8 (byte "),
+        ("utf-16", "txt", "is not UTF-8 (byte 0)"),
+        ("latin line", "jsonl", "is not UTF-8 (byte "),
+        ("no json", "jsonl", "a JSON object with a text as its 'text' was expected"),
+        ("no text", "jsonl", "a JSON object with a text as its 'text' was expected"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(tmp_path, damage, kind, message):
+    good, bad = prose(300), prose(200, seed=1)
+    paths = [write_parquet(tmp_path / "a.parquet", good), damaged(tmp_path / f"b.{kind}", bad, damage)]
+    files = [file for path in paths for file in fineweb.find_files(str(path), "text")]
+    with pytest.raises(UserError) as error:
+        list(fineweb.documents(files))
+    assert message in str(error.value) and paths[1].name in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("damage", "kind"), [("truncated", "parquet"), ("latin", "txt")])
+def test_once_a_damaged_file_is_mended_the_run_goes_on(tmp_path, damage, kind):
+    good, bad = prose(1300, words=10), prose(200, seed=1)
+    first, second = write_parquet(tmp_path / "a.parquet", good), damaged(tmp_path / f"b.{kind}", bad, damage)
+    options = ["--source", first, second, "--data-dir", tmp_path / "out", "--shard-size", 1000, "--workers", 1]
+    assert second.name in run(*options, code=1).stderr
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert len(manifest["shards"]) > 3 and manifest["cursor"]["file"] == 0
+    mended = write_parquet(second, bad) and bad if kind == "parquet" else ["\n".join(bad)]
+    if kind == "txt":
+        second.write_text(mended[0])
+    run(*options)
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected([*good, *mended]))
+
+
+def test_a_source_that_changed_under_a_resumed_run_is_refused(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(1500, words=10))  # more than one batch
+    source.write_bytes(source.read_bytes() + b"{")
+    options = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 1000]
+    run(*options, code=1)
+    write_jsonl(source, prose(1500, words=10, seed=9))
+    assert "has changed since" in run(*options, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--source", "nosuch.txt"], "nosuch.txt: no such file"),
+        (["--source", "nosuch-*.parquet"], "no such file"),
+        (["--source", "."], "give the files: './*.txt'"),
+        (["--source", "a.pdf"], "no .txt, .jsonl or .parquet"),
+        (["--shard-size", "-1", "--workers", "-2"], "--shard-size -1 is negative; --workers -2 is negative"),
+        (["--val-tokens", "2000", "--shard-size", "1000"], "--val-tokens 2000 are more than one shard"),
+        (["--verify", "--data-dir", "nowhere"], "no manifest.json"),
+        (["--name", "a/b"], "cannot begin a file name"),
+        (["--source", "good.jsonl", "--data-dir", "."], "no manifest.json but holds stray.npy"),
+    ],
+)
+def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
+    (tmp_path / "a.pdf").touch()
+    (tmp_path / "stray.npy").touch()
+    write_jsonl(tmp_path / "good.jsonl", ["x"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", *options])
+    with pytest.raises(UserError) as error:
+        fineweb.main()
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_mistyped_flag_is_bad_usage(tmp_path):
+    assert "--shard-size" in run("--shard-siz", 5, code=2).stderr
+
+
+# ---- the hub, played by a server on this machine that is not in the best of health -------------------------------------
+
+COMMIT = "c0ffee" * 6 + "beef"
+CARD = b"""---
+configs:
+- config_name: default
+  data_files: [{split: train, path: other/*}]
+- config_name: sample-10BT
+  data_files: [{split: train, path: sample/10BT/*}]
+---
+"""
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP interface as `datasets` and `huggingface_hub` use to read a dataset."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def answer(self, status: int, body: bytes = b"", **headers) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        api, _, path = unquote(urlparse(self.path).path).partition("/o/d")
+        self.server.asked.append(path)
+        files = self.server.files
+        if api == "/api/datasets" and path.startswith("/tree/"):
+            folder = "/".join([*path.split("/")[3:], ""])
+            names = sorted({name[len(folder) :].split("/")[0] for name in files if name.startswith(folder)})
+            entries = [{"path": folder + name, "oid": "0", "size": len(files.get(folder + name, b""))} for name in names]
+            entries = [{**e, "type": "file" if e["path"] in files else "directory"} for e in entries]
+            self.answer(200, json.dumps(entries).encode())
+        elif api == "/api/datasets":
+            commit = COMMIT if COMMIT in path else self.server.commit
+            self.answer(200, json.dumps({"id": "o/d", "sha": commit, "siblings": []}).encode())
+        elif api == "/datasets" and (name := path.partition(COMMIT + "/")[2]) in files:
+            self.file(files[name])
+        elif not path:
+            self.answer(404, X_Error_Code="RepoNotFound")
+        else:
+            self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
+
+    do_HEAD = do_POST = do_GET
+
+    def file(self, data: bytes) -> None:
+        headers = {"X_Repo_Commit": COMMIT, "ETag": '"1"', "Accept_Ranges": "bytes"}
+        if not (asked := self.headers.get("Range")):
+            return self.answer(200, data, **headers)
+        first, last = (int(n) for n in asked.removeprefix("bytes=").split("-"))
+        part = data[first : last + 1]
+        trouble = self.server.trouble.pop(0) if self.server.trouble else ""
+        if trouble in ("500", "503", "429"):
+            return self.answer(int(trouble))
+        headers["Content_Range"] = f"bytes {first}-{first + len(part) - 1}/{len(data)}"
+        if not trouble:
+            return self.answer(206, part, **headers)
+        self.send_response(206)
+        for name, value in {**headers, "Content_Length": str(len(part))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        self.wfile.write(part[: len(part) // 3])
+        self.wfile.flush()
+        if trouble == "stall":
+            time.sleep(3)
+        self.close_connection = True
+
+
+@pytest.fixture
+def hub(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.daemon_threads = True
+    server.asked, server.trouble, server.commit = [], [], COMMIT
+    server.texts = prose(2400, words=40)  # files so large that reading a footer does not fetch all
+    files = {f"sample/10BT/00{i}.parquet": server.texts[800 * i : 800 * i + 800] for i in range(3)}
+    server.files = {name: write_parquet(tmp_path / "file", texts).read_bytes() for name, texts in files.items()}
+    server.files |= {"README.md": CARD, "other/a.parquet": b"not asked for"}
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    server.env = {
+        "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
+        "HF_HOME": str(tmp_path / "hf"),
+        "HF_HUB_DOWNLOAD_TIMEOUT": "1",
+        "PYTHONWARNINGS": "ignore",
+    }
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+IMPATIENT = """
+import time
+import fineweb
+time.sleep = lambda seconds: None  # also between huggingface_hub's own attempts
+fineweb.DOWNLOAD = fineweb.STRETCH = 4096  # many requests for little data
+fineweb.run_script(fineweb.main)
+"""
+
+
+def from_hub(server, out: Path, *options, code=0) -> subprocess.CompletedProcess:
+    options = ["--source", "hub:o/d:sample-10BT", "--data-dir", out, "--shard-size", 20_000, "--workers", 1, *options]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **server.env}
+    command = [sys.executable, "-c", IMPATIENT, *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def test_a_dataset_is_read_from_the_hub_and_its_commit_noted(tmp_path, hub):
+    from_hub(hub, tmp_path / "out")
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"][0]["commit"] == COMMIT
+    assert not any(path.endswith(".py") and path in hub.files for path in hub.asked)
+    assert not any("other/a.parquet" in path for path in hub.asked)
+
+
+def test_a_hub_that_fails_stalls_and_hangs_up_delays_but_changes_nothing(tmp_path, hub):
+    some = ["", "503", "", "cut", "", "", "stall", "", "500", "429", "", "cut", "cut", "", "", ""]
+    hub.trouble = [*some, *["503"] * 7, *[""] * 9, *["cut"] * 15, *[""] * 9, *random.Random(4).choices(some, k=20)]
+    from_hub(hub, tmp_path / "out")
+    assert not hub.trouble
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
+
+
+def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_on_resume(tmp_path, hub):
+    hub.trouble = [""] * 25 + ["cut"] * 500
+    error = from_hub(hub, tmp_path / "out", code=1).stderr.strip().splitlines()[-1]
+    assert "002.parquet cannot be read" in error or "001.parquet cannot be read" in error
+    assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]) > 1
+    hub.trouble, hub.commit, hub.asked[:] = [], "f" * 40, []
+    from_hub(hub, tmp_path / "out")
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
+    assert not any("000.parquet" in path and "resolve" in path for path in hub.asked)  # what is done is not read again
+
+
+def test_what_the_hub_does_not_have_is_one_sentence(hub):
+    expected_messages = {
+        "hub:o/nothere": "cannot be read (RepositoryNotFoundError",
+        "hub:o/d:nosuch": "'nosuch' not found. Available: ['default', 'sample-10BT']",
+        "hub:o/d:sample-10BT:test": "has no split 'test' but train",
+        "hub:o/d:sample-10BT:train:content": "has no column 'content' but text, id, token_count",
+    }
+    program = """
+import sys, fineweb
+for source in sys.argv[1:]:
+    try:
+        list(fineweb.documents(fineweb.find_sources(fineweb.Config(source=(source,)), {})[0]))
+    except fineweb.UserError as error:
+        print(error)
+"""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **hub.env}
+    command = [sys.executable, "-c", program, *expected_messages]
+    lines = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120).stdout.splitlines()
+    assert len(lines) == 4
+    for line, message in zip(lines, expected_messages.values(), strict=True):
+        assert message in line

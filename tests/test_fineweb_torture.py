@@ -1,0 +1,66 @@
+"""fineweb.py for longer than `make test` has time: many kills, large files, memory."""
+
+import random
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from test_fineweb import (
+    NASTY,
+    SURROGATES,
+    expected,
+    kill_and_restart,
+    prose,
+    session,
+    start,
+    texts_in,
+    tokens_in,
+    write_parquet,
+)
+
+import fineweb
+
+pytestmark = [pytest.mark.torture, pytest.mark.timeout(3600)]
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_twenty_kills_leave_no_trace(tmp_path, seed):
+    kill_and_restart(tmp_path, times=20, count=4000, decontaminate=seed == 2, seed=seed)
+
+
+def test_memory_stays_flat_at_the_default_shard_size(tmp_path):
+    """Six hundred megabytes of text, so that the first two shards wait in memory and a third is begun."""
+    texts = prose(20_000, words=400)
+    for i in range(20):
+        write_parquet(tmp_path / f"{i:02d}.parquet", texts[i * 1000 : i * 1000 + 1000] * 15, group=1000)
+    process = start("--source", str(tmp_path / "*.parquet"), "--data-dir", tmp_path / "out", "--workers", 2)
+    peak = 0
+    while process.poll() is None:
+        try:
+            with open(f"/proc/{process.pid}/status") as f:
+                peak = max(peak, *[int(line.split()[1]) // 1024 for line in f if line.startswith("VmHWM")], 0)
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        time.sleep(0.05)
+    assert process.wait() == 0 and not session(process.pid)
+    print(f"peak of the reading process: {peak} MB")
+    assert fineweb.read_manifest(tmp_path / "out")["tokens"] > 200_000_000
+    assert 400 < peak < 1000
+
+
+def test_random_unicode_documents_come_back_exactly(tmp_path):
+    choose = random.Random(11)
+    planes = [range(0x20, 0x7F), range(0xA0, 0x2FF), range(0x4E00, 0x9FFF), range(0x1F300, 0x1F6FF), range(0x110000)]
+    texts = []
+    for _ in range(20_000):
+        letters = choose.choices(choose.choice(planes), k=choose.randrange(60))
+        texts.append("".join(" " * choose.randrange(2) + chr(c) for c in letters if not 0xD800 <= c < 0xE000))
+    texts += [*NASTY, SURROGATES.encode("utf-8", "replace").decode()]
+    write_parquet(tmp_path / "a.parquet", texts, group=997)
+    options = ["--source", tmp_path / "a.parquet", "--data-dir", tmp_path / "out", "--shard-size", 100_003, "--workers", 7]
+    subprocess.run([sys.executable, fineweb.__file__, *map(str, options)], check=True)
+    tokens = tokens_in(tmp_path / "out")
+    assert np.array_equal(tokens, expected(texts))
+    assert texts_in(tokens) == texts
