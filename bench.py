@@ -38,7 +38,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hellaswag
 import plots
 from distributed import World, pick_device
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, pick_dtype
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, decay_groups, pick_dtype
 from tokenizer import EOT, UserError, get_tokenizer, run_script
 from train_gpt2 import compiler_works, describe_run, peak_memory, train_step
 
@@ -226,10 +226,10 @@ def prepare(v: Variant, world: World) -> Callable[[int], dict]:
         raw = gpt if v.own_loss else WrittenOutLoss(gpt)
     model = world.wrap(torch.compile(raw, dynamic=False) if v.compile else raw)
     if v.fused and not v.hf:
-        optimizer = gpt.configure_optimizers()
+        optimizers = gpt.configure_optimizers()
     else:
-        groups = GPT.parameter_groups(raw, weight_decay=0.1)
-        optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=v.fused or None)
+        groups = decay_groups(list(raw.parameters()), weight_decay=0.1)
+        optimizers = [torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=v.fused or None)]
     scaler = torch.amp.GradScaler(world.device.type, enabled=v.dtype == torch.float16)
     loader = MadeUpTokens(v.B, v.T, seed=world.rank)
 
@@ -238,7 +238,7 @@ def prepare(v: Variant, world: World) -> Callable[[int], dict]:
 
         def run() -> None:
             for _ in range(steps):
-                losses.append(train_step(model, optimizer, scaler, loader, 1, world, v.dtype, 6e-4, 1.0)[0])
+                losses.append(train_step(model, optimizers, scaler, loader, 1, world, v.dtype, 6e-4, 1.0)[0])
 
         with nullcontext() if v.flash else sdpa_kernel([SDPBackend.MATH]):
             seconds = timed(run, world.device)

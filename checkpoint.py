@@ -9,7 +9,12 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from distributed import World
 from model import GPT
@@ -21,18 +26,20 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EMBEDDING = "transformer.wte.weight"
 
 
-def save(log_dir: str | Path, model: GPT, optimizer: torch.optim.Optimizer, state: dict, world: World) -> Path:
-    """Writes log_dir/ckpt_{step:06d} from `model` (unwrapped), the optimizer and `state` (plain values; has `step`).
+def save(log_dir: str | Path, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, world: World) -> Path:
+    """Writes log_dir/ckpt_{step:06d} from `model` (unwrapped), the optimizers and `state` (plain values; has `step`).
 
-    Every rank calls it; rank 0 writes. A directory of that name is replaced, and is never missing a file in between.
+    Every rank calls it; rank 0 writes, whatever the sharding the same. A directory of that name is replaced, and is never
+    missing a file in between.
     """
     final = Path(log_dir) / f"ckpt_{state['step']:06d}"
-    optimizer_state = get_optimizer_state_dict(model, optimizer, options=FULL)
+    weights = get_model_state_dict(model, options=FULL) if world.sharding == "fsdp" else model.state_dict()
+    optimizer_state = gather_optimizers(model, optimizers, world)
     if world.is_main:
         beside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
         for leftover in (beside, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(beside)
+        model.save_pretrained(beside, weights)
         torch.save({**state, "optimizer": resize_embedding(optimizer_state, model.config.vocab_size)}, beside / STATE)
         for file in (*beside.iterdir(), beside):
             sync(file)
@@ -56,10 +63,38 @@ def load_state(directory: str | Path) -> dict:
         raise UserError(f"{path} cannot be read ({type(error).__name__}): the checkpoint is damaged") from None
 
 
-def load_optimizer(model: GPT, optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Gives the optimizer the state that `save` kept, whatever the padding of the embedding was then."""
-    rows = model.transformer.wte.weight.size(0)
-    set_optimizer_state_dict(model, optimizer, resize_embedding(state["optimizer"], rows), options=FULL)
+def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, world: World) -> None:
+    """Gives the optimizers the state that `save` kept, whatever the sharding and the padding of the embedding were then."""
+    whole = resize_embedding(state["optimizer"], model.transformer.wte.weight.size(0))
+    if world.sharding != "zero1":
+        set_optimizer_state_dict(model, optimizers, whole, options=FULL)
+        return
+    for optimizer in optimizers:
+        number = {name: i for i, name in enumerate(parameter_names(model, optimizer))}
+        groups = [group for group in whole["param_groups"] if group["params"][0] in number]
+        moments = {number[name]: values for name, values in whole["state"].items() if name in number}
+        groups = [{**group, "params": [number[name] for name in group["params"]]} for group in groups]
+        optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def gather_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], world: World) -> dict:
+    """The state of all optimizers in one dictionary by parameter names, whole on rank 0; zero1 keeps it by numbers."""
+    if world.sharding != "zero1":
+        return get_optimizer_state_dict(model, optimizers, options=FULL)
+    whole = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        optimizer.consolidate_state_dict(to=0)
+        if world.is_main:
+            names, numbered = parameter_names(model, optimizer), optimizer.state_dict()
+            whole["state"] |= {names[i]: values for i, values in numbered["state"].items()}
+            whole["param_groups"] += [{**g, "params": [names[i] for i in g["params"]]} for g in numbered["param_groups"]]
+    return whole
+
+
+def parameter_names(model: GPT, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in its own order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
 def resize_embedding(optimizer_state: dict, rows: int) -> dict:

@@ -1,6 +1,8 @@
 """One process or many: the only file that knows `torch.distributed`'s process group. In one process everything is a no-op."""
 
 import os
+import re
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -12,15 +14,17 @@ from tokenizer import UserError
 class World:
     """The processes of this run, as torchrun starts them: `rank` of `size`, and the `device` that this one computes on.
 
-    device: auto (a GPU where there is one, else the CPU), cuda, mps or cpu. Use it as a context manager: the process group
-    is destroyed at the end whatever happens, so that no rank hangs or complains at exit. Raises UserError for a device
-    that is not there.
+    device: auto (a GPU where there is one, else the CPU), cuda, mps or cpu. sharding: what the processes divide among
+    them besides the batch: nothing (ddp), the optimizer's state (zero1), or weights and gradients too (fsdp). Use it as a
+    context manager: the process group is destroyed at the end whatever happens, so that no rank hangs or complains at
+    exit. Raises UserError for a device that is not there.
     """
 
-    def __init__(self, device: str = "auto"):
+    def __init__(self, device: str = "auto", sharding: str = "ddp"):
         self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.is_main = self.rank == 0
+        self.sharding = sharding if self.size > 1 else "none"
         self.device = pick_device(device)
         if self.device.type == "cuda":
             if local_size > torch.cuda.device_count():
@@ -39,24 +43,67 @@ class World:
     def __enter__(self) -> "World":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, error, traceback) -> None:
         self.close()
+        if isinstance(error, RuntimeError) and re.search("onnection (closed|reset|refused)", str(error)):
+            raise UserError(f"rank {self.rank}: another process is gone, see its own message ({error})") from None
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def place(self, model: torch.nn.Module, dtype: torch.dtype) -> None:
+        """Moves the model to the device; with fsdp only this process's part of each tensor. Before the optimizer is made.
+
+        fsdp gathers a block when it is its turn, in `dtype`, and averages gradients in float32 (Zhao et al. 2023).
+        """
+        if self.sharding != "fsdp":
+            model.to(self.device)
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+        policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for part in (*model.transformer.h, model):  # what the blocks leave: embeddings and the last layer norm
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        register_fsdp_forward_method(model, "hidden")
+
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model whose backward pass averages the gradients over all processes."""
-        if self.size == 1:
+        if self.size == 1 or self.sharding == "fsdp":
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def sync_gradients(self, model: torch.nn.Module, on: bool) -> None:
         """Whether the next forward and backward average the gradients; DDP decides it in the forward, so call it before."""
-        if isinstance(model, DistributedDataParallel):
+        if self.sharding == "fsdp":
+            model.set_requires_gradient_sync(on)
+        elif self.size > 1:
             model.require_backward_grad_sync = on
+
+    def make_optimizer(self, params, optimizer_class: type[torch.optim.Optimizer], **defaults) -> torch.optim.Optimizer:
+        """An optimizer; with zero1 each process keeps the state of its part of the parameters and shares the result."""
+        if self.sharding == "zero1":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(params, optimizer_class, **defaults)
+        return optimizer_class(params, **defaults)
+
+    @contextmanager
+    def whole(self, model: torch.nn.Module):
+        """Within it each process can call the model as often as it likes: with fsdp all of it is gathered before."""
+        parts = [*model.transformer.h, model] if self.sharding == "fsdp" else []
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_reshard_after_forward(part is not model, recurse=False)
+                part.reshard()
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """x summed over all processes, the same on each."""

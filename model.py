@@ -161,18 +161,27 @@ class GPT(nn.Module):
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - padding
 
-    def parameter_groups(self, weight_decay: float) -> list[dict]:
-        """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not."""
-        params = [p for p in self.parameters() if p.requires_grad]
-        return [
-            dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
-            dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
-        ]
+    def configure_optimizers(
+        self, weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8, muon=False, make=None
+    ) -> list[torch.optim.Optimizer]:
+        """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, the fused kernel wherever the device has one.
 
-    def configure_optimizers(self, weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8) -> torch.optim.AdamW:
-        """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas; the fused kernel wherever the device has one."""
-        fused = self.transformer.wte.weight.device.type in ("cuda", "cpu")
-        return torch.optim.AdamW(self.parameter_groups(weight_decay), lr=learning_rate, betas=betas, eps=eps, fused=fused)
+        With muon, the matrices inside the blocks go to PyTorch's Muon (Jordan 2024), whose update is scaled to the size of
+        AdamW's (Liu et al. 2025), so that one learning rate serves both. Matrices and embeddings decay, biases and layer
+        norms do not. make(params, optimizer_class=…, **defaults) builds each optimizer (World.make_optimizer).
+        """
+        make = make or (lambda params, optimizer_class, **defaults: optimizer_class(params, **defaults))
+        if muon and not hasattr(torch.optim, "Muon"):
+            raise UserError(f"optimizer muon needs PyTorch 2.9 or newer, this is {torch.__version__}: use adamw")
+        matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2] if muon else []
+        taken = set(map(id, matrices))
+        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in taken]
+        adamw = dict(lr=learning_rate, betas=betas, eps=eps, fused=self.transformer.wte.weight.device.type in ("cuda", "cpu"))
+        optimizers = [make(decay_groups(rest, weight_decay), optimizer_class=torch.optim.AdamW, **adamw)]
+        if muon:
+            scaled = dict(lr=learning_rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+            optimizers.append(make(matrices, optimizer_class=torch.optim.Muon, **scaled))
+        return optimizers
 
     # -- generation --------------------------------------------------------------------------------------------------
 
@@ -298,6 +307,14 @@ class GPT(nn.Module):
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         (directory / "generation_config.json").write_text(json.dumps(dict(bos_token_id=EOT, eos_token_id=EOT), indent=2))
         save_hf_tokenizer(directory, c.block_size)
+
+
+def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
+    """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not."""
+    return [
+        dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
+        dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
+    ]
 
 
 def is_conv1d(name: str) -> bool:

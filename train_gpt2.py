@@ -12,10 +12,11 @@ import platform
 import re
 import shlex
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -66,10 +67,12 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # after warm-up; wsd stays at the peak until its last part
     decay_frac: float = 0.2  # the part of max_steps over which wsd decays
     weight_decay: float = 0.1  # on matrices and embeddings
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for the matrices inside the blocks, AdamW for the rest
     beta1: float = 0.9  # AdamW
     beta2: float = 0.95  # AdamW
     eps: float = 1e-8  # AdamW
     grad_clip: float = 1.0  # largest norm of the gradient; 0 = off
+    skip_spikes: float = 0.0  # drop updates whose loss or norm is this many deviations above the last 128; 0 = off
 
     # what happens on the way, at step 0, every so many steps, and at the end
     val_every: int = 250  # validation loss
@@ -89,6 +92,7 @@ class TrainConfig:
     shuffle: bool = True  # permute the documents anew in each epoch
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # what to autocast to
+    sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"  # what processes divide: batch; + optimizer state; + weights, gradients
     compile: bool = True  # torch.compile the training step, where there is a compiler
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more work
     deterministic: bool = False  # CUDA: bit-identical runs, slower (a CPU is so anyway)
@@ -150,7 +154,7 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
         expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be at least 1")
     for name in ("batch_size", "warmup_steps", "weight_decay", "grad_clip", "val_every", "hellaswag_every", "hellaswag_limit"):
         expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
-    for name in ("sample_every", "checkpoint_every", "min_lr_frac"):
+    for name in ("sample_every", "checkpoint_every", "min_lr_frac", "skip_spikes"):
         expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
     for name in ("learning_rate", "eps", "num_samples", "sample_tokens", "keep_checkpoints"):
         expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be above 0")
@@ -224,7 +228,8 @@ def fit_batch_size(model: torch.nn.Module, raw: GPT, config: TrainConfig, world:
 def runs_out_of_memory(model, raw: GPT, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
     """Whether a micro-batch of B sequences does not fit beside weights, gradients and AdamW's two moments."""
     try:
-        moments = torch.empty(2 * sum(p.numel() for p in raw.parameters()), device=world.device)
+        ranks = world.size if world.sharding in ("zero1", "fsdp") else 1  # that divide them
+        moments = torch.empty(2 * sum(p.numel() for p in raw.parameters()) // ranks, device=world.device)
         x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
         with autocast(world.device, dtype):
             loss = model(x, x)[1]
@@ -260,10 +265,13 @@ class Stop:
             raise Interrupted
 
 
-def train_step(model, optimizer, scaler, loader, grad_accum_steps, world, dtype, lr, grad_clip, stop=None):
-    """One update: gradients of the mean loss over all micro-batches and processes, clipped, then the optimizer.
+def train_step(
+    model, optimizers, scaler, loader, grad_accum_steps, world, dtype, lr, grad_clip, stop=None, accept=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One update: gradients of the mean loss over all micro-batches and processes, clipped, then the optimizers.
 
     Returns the loss and the norm of the gradient before clipping, both scalars on the device, the same on every process.
+    accept(loss, norm) may refuse the update; it costs a wait for the device in the middle of the step.
     """
     model.train()
     loss_accum = torch.zeros((), device=world.device)
@@ -277,14 +285,25 @@ def train_step(model, optimizer, scaler, loader, grad_accum_steps, world, dtype,
         scaler.scale(loss).backward()
         if stop is not None:
             stop.check()
-    scaler.unscale_(optimizer)
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    scaler.step(optimizer)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # with fsdp each process holds a part
+    loss_accum = world.mean(loss_accum)
+    accepted = accept is None or accept(loss_accum.item(), norm.item())
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if accepted:
+            scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return world.mean(loss_accum), norm
+    return loss_accum, norm
+
+
+def is_spike(value: float, recent: list[float], limit: float, window: int = 128) -> bool:
+    """Whether a value is more than `limit` standard deviations above the mean of a full window (as llm.c's -sl and -sg)."""
+    return len(recent) == window and value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
 
 
 @torch.no_grad()
@@ -430,7 +449,7 @@ def parse_command_line(args: list[str]) -> TrainConfig:
 
 
 # What may differ between a run and its continuation without changing what is computed.
-HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "keep_checkpoints", "checkpoint_every"}
+HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "sharding", "keep_checkpoints"}
 
 
 def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
@@ -446,8 +465,8 @@ def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
         found = Path(config.resume), checkpoint.load_state(config.resume)
     path, state = found
     now, then = dataclasses.asdict(config), state["config"]
-    changed = {k: f"{k} {then.get(k)} -> {v}" for k, v in now.items() if then.get(k) != v and k not in HARMLESS}
-    if fixed := [changed[k] for k in ("n_layer", "n_head", "n_embd", "sequence_length") if k in changed]:
+    changed = {k: f"{k} {then[k]} -> {v}" for k, v in now.items() if then.get(k, v) != v and k not in HARMLESS}
+    if fixed := [changed[k] for k in ("n_layer", "n_head", "n_embd", "sequence_length", "optimizer") if k in changed]:
         raise UserError(f"{path} cannot be resumed with another {', '.join(fixed)}: use its values, or --init-from {path}")
     log.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
     if changed:
@@ -477,7 +496,7 @@ class Run:
     dtype: torch.dtype
     raw: GPT
     model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     batch_size: int  # B, the micro-batch
     train_loader: DataLoaderLite
@@ -487,6 +506,8 @@ class Run:
     evaluated: bool = False  # whether what is due at this step is done
     cursor: int = 0  # where this step's sequences start
     best: dict | None = None  # loss and step of the best validation so far
+    recent: dict[str, list[float]] = field(default_factory=lambda: {"loss": [], "norm": []})  # for skip_spikes
+    skipped: str = ""  # why the last update was not made
     last_saved: Path | None = None
     began: float = 0.0  # when this run would have started, had it never been interrupted
 
@@ -496,6 +517,15 @@ class Run:
     @property
     def grad_accum_steps(self) -> int:
         return self.config.total_batch_size // self.config.sequence_length // self.world.size // self.batch_size
+
+    def accept(self, loss: float, norm: float) -> bool:
+        """Whether to make an update: not where float16 overflowed, nor, with skip_spikes, where loss or norm is an outlier."""
+        self.skipped = "" if math.isfinite(norm) else "overflow in float16"
+        for name, value in dict(loss=loss, norm=norm).items() if self.config.skip_spikes and not self.skipped else ():
+            if is_spike(value, self.recent[name], self.config.skip_spikes):
+                self.skipped = f"spike of the {name}"
+            self.recent[name] = [*self.recent[name][-127:], value]
+        return not self.skipped
 
     def due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
@@ -521,7 +551,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
         raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
     else:
         raw = GPT.from_pretrained(path or config.init_from, block_size=T, **memory)
-    raw.to(device)
+    world.place(raw, dtype)
     why_eager = compiler_works(device) if config.compile else "as asked"
     log.say(f"device: {device}, {dtype} ({reason}), {'eager: ' + why_eager if why_eager else 'compiled'}".replace("torch.", ""))
     model = raw if why_eager else torch.compile(raw, dynamic=False)
@@ -531,9 +561,10 @@ def set_up(config: TrainConfig, world: World) -> Run:
     if B == 0 or sequences % B:
         B = fit_batch_size(model, raw, config, world, dtype)
     loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
+    betas, muon = (config.beta1, config.beta2), config.optimizer == "muon"
     run = Run(
         *(config, world, log, stop, dtype, raw, world.wrap(model)),
-        raw.configure_optimizers(config.weight_decay, config.learning_rate, (config.beta1, config.beta2), config.eps),
+        raw.configure_optimizers(config.weight_decay, config.learning_rate, betas, config.eps, muon, world.make_optimizer),
         torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         *(B, loader),
         # validation is eager and holds its logits, so it takes fewer sequences at a time
@@ -554,11 +585,18 @@ def set_up(config: TrainConfig, world: World) -> Run:
 def print_setup(run: Run) -> None:
     """The facts of a run that a reader of its output will want to have seen."""
     config, log, tokens, total = run.config, run.log, run.train_loader.num_tokens, run.config.total_batch_size
-    decayed, others = ([p.numel() for p in group["params"]] for group in run.optimizer.param_groups)
     log.say(
-        f"model: {run.raw.num_params():,} parameters; {len(decayed)} decayed tensors with {sum(decayed):,} (padding included), "
-        f"{len(others)} others with {sum(others):,}; {type(run.optimizer).__name__}, fused: {run.optimizer.defaults['fused']}"
+        f"model: {run.raw.num_params():,} parameters (embedding padded to {run.raw.config.padded_vocab_size} rows in memory)"
     )
+    for optimizer in run.optimizers:
+        sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
+        parts = zip(sizes, ("decayed", "other"), strict=False)
+        log.say(
+            f"{type(getattr(optimizer, 'optim', optimizer)).__name__}: "
+            + ", ".join(f"{len(ns)} {name} tensors with {sum(ns):,} parameters" for ns, name in parts)
+            + (", fused" if optimizer.param_groups[0].get("fused") else ", not fused")
+            + (f", state divided over {run.world.size} processes" if run.world.sharding in ("zero1", "fsdp") else "")
+        )
     for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
         if loader is not run.train_loader or name == "train":
             log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
@@ -578,20 +616,21 @@ def restore(run: Run, path: Path, state: dict) -> None:
             f"{run.config.data_dir} has {run.train_loader.num_tokens} tokens, {state['tokens']} when {path} was written: "
             f"put the shards back, or start a new run from its weights with --init-from {path}"
         )
-    checkpoint.load_optimizer(run.raw, run.optimizer, state)
+    checkpoint.load_optimizers(run.raw, run.optimizers, state, run.world)
     run.scaler.load_state_dict(state["scaler"])
     run.train_loader.load_state_dict(state)
     torch.set_rng_state(state["rng"])
-    run.step, run.evaluated, run.cursor, run.best = (state[key] for key in ("step", "evaluated", "cursor", "best"))
+    for key in ("step", "evaluated", "cursor", "best", "recent"):
+        setattr(run, key, state.get(key, getattr(run, key)))
     run.began, run.last_saved = time.perf_counter() - state["wall"], path
 
 
 def save(run: Run) -> Path:
     """Writes a checkpoint of the updates done so far, then removes those no longer wanted."""
-    state = {key: getattr(run, key) for key in ("step", "evaluated", "cursor", "best", "batch_size")}
+    state = {key: getattr(run, key) for key in ("step", "evaluated", "cursor", "best", "recent", "batch_size")}
     state |= dict(wall=run.wall(), tokens=run.train_loader.num_tokens, dtype=str(run.dtype).removeprefix("torch."))
     state |= dict(config=dataclasses.asdict(run.config), scaler=run.scaler.state_dict(), rng=torch.get_rng_state())
-    run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizer, state, run.world)
+    run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizers, state, run.world)
     if run.world.is_main:
         best = Path(run.config.log_dir) / f"ckpt_{run.best['step']:06d}" if run.best else None
         checkpoint.prune(run.config.log_dir, run.config.keep_checkpoints, best)
@@ -601,23 +640,28 @@ def save(run: Run) -> Path:
 def evaluate(run: Run) -> None:
     """Whatever is due at this step: validation, HellaSwag, samples, the plot. Training does not notice."""
     config, step, world = run.config, run.step, run.world
-    if run.due(config.val_every):
-        val_loss = validate(run.raw, run.val_loader, config.val_tokens, world, run.dtype, run.stop)
-        perplexity = math.exp(min(val_loss, 99))
-        run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
-        run.log.value(step, "val", val_loss, perplexity=perplexity)
-        if run.best is None or val_loss < run.best["loss"]:
-            run.best = {"loss": val_loss, "step": step}
-    if run.examples and run.due(config.hellaswag_every):
-        score = hellaswag.evaluate(run.raw, run.examples, world.device, world=world, dtype=run.dtype)
-        run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
-        run.log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
-    if step > 0 and run.due(config.sample_every):
-        generator = torch.Generator(world.device).manual_seed(config.seed + 1000 * step + world.rank)
-        texts = sample.complete(run.raw, config.sample_prompt, config.num_samples, config.sample_tokens, generator=generator)
-        for i, text in enumerate(texts):
-            print(f"rank {world.rank} sample {i}: {text}", flush=True)
-        run.log.record(step, "samples", prompt=config.sample_prompt, samples=texts)
+    if not any(map(run.due, (config.val_every, config.hellaswag_every, config.sample_every))):
+        return
+    with world.whole(run.raw):
+        if run.due(config.val_every):
+            val_loss = validate(run.raw, run.val_loader, config.val_tokens, world, run.dtype, run.stop)
+            perplexity = math.exp(min(val_loss, 99))
+            run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
+            run.log.value(step, "val", val_loss, perplexity=perplexity)
+            if run.best is None or val_loss < run.best["loss"]:
+                run.best = {"loss": val_loss, "step": step}
+        if run.examples and run.due(config.hellaswag_every):
+            score = hellaswag.evaluate(run.raw, run.examples, world.device, world=world, dtype=run.dtype)
+            run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
+            run.log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
+        if step > 0 and run.due(config.sample_every):
+            generator = torch.Generator(world.device).manual_seed(config.seed + 1000 * step + world.rank)
+            texts = sample.complete(
+                run.raw, config.sample_prompt, config.num_samples, config.sample_tokens, generator=generator
+            )
+            for i, text in enumerate(texts):
+                print(f"rank {world.rank} sample {i}: {text}", flush=True)
+            run.log.record(step, "samples", prompt=config.sample_prompt, samples=texts)
     if world.is_main and run.due(config.val_every):
         plots.plot_run(config.log_dir)
 
@@ -653,8 +697,8 @@ def loop(run: Run) -> None:
 
         t0, step, lr = time.perf_counter(), run.step, learning_rate(run.step, config)
         loss, norm = train_step(
-            *(run.model, run.optimizer, run.scaler, run.train_loader, run.grad_accum_steps, run.world, run.dtype),
-            *(lr, config.grad_clip, run.stop),
+            *(run.model, run.optimizers, run.scaler, run.train_loader, run.grad_accum_steps, run.world, run.dtype),
+            *(lr, config.grad_clip, run.stop, run.accept if config.skip_spikes or run.scaler.is_enabled() else None),
         )
         loss, norm = loss.item(), norm.item()  # waits for the device: the one time in a step
         dt = time.perf_counter() - t0
@@ -668,8 +712,10 @@ def loop(run: Run) -> None:
         run.log.say(
             f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} | dt {1000 * dt:.1f}ms | tok/sec {rate:,.0f}"
             + (f" | left {duration(left)}" if step > start else "")
+            + (f" | no update: {run.skipped}" if run.skipped else "")
         )
-        more = dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, tokens=run.step * config.total_batch_size)
+        more = {"skipped": run.skipped} if run.skipped else {}
+        more |= dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, tokens=run.step * config.total_batch_size)
         run.log.value(step, "train", loss, 6, **more, wall=run.wall(), memory=peak_memory(run.world.device))
 
 
@@ -698,11 +744,13 @@ def command_to_resume() -> str:
 
 def main() -> None:
     config = parse_command_line(sys.argv[1:])
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun started all processes again because one died
+        config = dataclasses.replace(config, resume="auto", overwrite=False)
     if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
         if int(os.environ.get("RANK", 0)) == 0:
             print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)
         sys.exit(2)
-    with World(config.device) as world:
+    with World(config.device, config.sharding) as world:
         train(config, world)
 
 

@@ -71,7 +71,7 @@ def trained_model() -> GPT:
     """A small model after some steps on the contexts of the examples that it will be asked about."""
     torch.manual_seed(1)
     model = GPT(GPTConfig(block_size=256, n_layer=2, n_head=2, n_embd=32))
-    optimizer = model.configure_optimizers(learning_rate=1e-2)
+    [optimizer] = model.configure_optimizers(learning_rate=1e-2)
     stream = torch.tensor(get_tokenizer().encode_ordinary(" ".join(example["ctx"] for example in some_examples(20))))
     for step in range(12):
         at = 40 * step % (len(stream) - 65)
@@ -255,7 +255,7 @@ def test_scoring_between_compiled_steps_compiles_nothing_and_changes_nothing():
         counters.clear()
         raw, examples = small_model(64), made_examples(3)
         model = torch.compile(raw, backend="aot_eager", dynamic=False)
-        optimizer, idx = raw.configure_optimizers(), torch.arange(33)[None]
+        (optimizer,), idx = raw.configure_optimizers(), torch.arange(33)[None]
         values = []
         for _ in range(3):
             if with_score:

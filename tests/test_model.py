@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import GPT, SIZES, GPTConfig, autocast, choose, pick_dtype
+from model import GPT, SIZES, GPTConfig, autocast, choose, decay_groups, pick_dtype
 from tokenizer import EOT, UserError
 
 transformers = pytest.importorskip("transformers")
@@ -79,7 +79,7 @@ def test_the_sizes_have_gpt2s_parameters():
 
 def test_weights_decay_in_50_tensors_and_not_in_98():
     with torch.device("meta"):
-        decayed, others = GPT(GPTConfig()).parameter_groups(0.1)
+        decayed, others = decay_groups(list(GPT(GPTConfig()).parameters()), 0.1)
     assert (len(decayed["params"]), sum(p.numel() for p in decayed["params"])) == (50, 124_354_560)
     assert (len(others["params"]), sum(p.numel() for p in others["params"])) == (98, 121_344)
     assert decayed["weight_decay"] == 0.1 and others["weight_decay"] == 0
@@ -107,7 +107,7 @@ def test_the_padding_of_the_vocabulary_changes_nothing(pad):
     def train(pad_vocab_to: int) -> tuple:
         torch.manual_seed(3)
         model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, pad_vocab_to=pad_vocab_to))
-        optimizer = model.configure_optimizers(learning_rate=0.1)
+        [optimizer] = model.configure_optimizers(learning_rate=0.1)
         torch.manual_seed(4)
         for _ in range(3):
             x = torch.randint(0, 50257, (2, 8))

@@ -102,7 +102,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(B):
         optimizer.register_step_pre_hook(lambda *_: gradients.update({n: p.grad.clone() for n, p in model.named_parameters()}))
         scaler = torch.amp.GradScaler("cpu", enabled=False)
         args = (Batches(sequences, batch), 8 // batch, world, torch.float32, 0.0, 0.0)
-        loss, norm = train_step(model, optimizer, scaler, *args)
+        loss, norm = train_step(model, [optimizer], scaler, *args)
         return gradients, loss, norm
 
     (whole, loss, norm), (parts, loss_parts, norm_parts) = step(8), step(B)
@@ -117,7 +117,7 @@ def test_clipping_bounds_the_gradient_and_reports_its_norm_before():
     optimizer.register_step_pre_hook(lambda *_: clipped.append(sum(p.grad.square().sum() for p in model.parameters()).sqrt()))
     sequences = torch.randint(0, 50257, (2, 9))
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    _, norm = train_step(model, optimizer, scaler, Batches(sequences, 2), 1, World("cpu"), torch.float32, 0.0, 0.25)
+    _, norm = train_step(model, [optimizer], scaler, Batches(sequences, 2), 1, World("cpu"), torch.float32, 0.0, 0.25)
     assert norm > 0.25 and clipped[0] == pytest.approx(0.25, rel=1e-3)
 
 
@@ -267,17 +267,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(shards, tmp_p
 
 
 def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, monkeypatch):
-    optimizer, world = tiny.configure_optimizers(), World("cpu")
-    checkpoint.save(tmp_path, tiny, optimizer, {"step": 1}, world)
+    optimizers, world = tiny.configure_optimizers(), World("cpu")
+    checkpoint.save(tmp_path, tiny, optimizers, {"step": 1}, world)
 
     def full_disk(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError):
-        checkpoint.save(tmp_path, tiny, optimizer, {"step": 2}, world)
+        checkpoint.save(tmp_path, tiny, optimizers, {"step": 2}, world)
     with pytest.raises(OSError):
-        checkpoint.save(tmp_path, tiny, optimizer, {"step": 1}, world)
+        checkpoint.save(tmp_path, tiny, optimizers, {"step": 1}, world)
     assert checkpoint.newest(tmp_path)[0].name == "ckpt_000001" and len(checkpoint.checkpoints(tmp_path)) == 1
 
 
