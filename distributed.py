@@ -61,13 +61,15 @@ class World:
             model.to(self.device)
             return
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         policy = MixedPrecisionPolicy(param_dtype=dtype if dtype != torch.float32 else None, reduce_dtype=torch.float32)
         mesh = init_device_mesh(self.device.type, (self.size,))
         for part in (*model.transformer.h, model):  # what the blocks leave: embeddings and the last layer norm
             fully_shard(part, mesh=mesh, mp_policy=policy)
-        register_fsdp_forward_method(model, "hidden")
+        with torch.no_grad():  # the first forward finishes the set-up, and must be one of the whole model
+            model(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        model.reshard()
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model whose backward pass averages the gradients over all processes."""
