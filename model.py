@@ -5,11 +5,12 @@ Shapes: B sequences in a batch, T tokens in a sequence, C = n_embd channels, nh 
 
 import json
 import math
+import pickle
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -55,9 +56,13 @@ class CausalSelfAttention(nn.Module):
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
         if cache is not None:
-            k, v = cache(k, v)  # (B, nh, S, hs): these and all before them
+            past_k, past_v, columns = cache  # (B, nh, S, hs) twice, and where in S these T tokens belong
+            past_k.index_copy_(2, columns, k.to(past_k.dtype))
+            past_v.index_copy_(2, columns, v.to(past_v.dtype))
+            if mask is not None:  # it says what a token may see of the past; without one a prompt sees only itself
+                k, v = past_k, past_v
         # softmax(q kᵀ / √hs + mask) v; without a mask each token sees itself and what came before it
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T == k.size(2))
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
@@ -100,9 +105,13 @@ class GPT(nn.Module):
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
-        self.to_empty(device=torch.get_default_device())
-        self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
+        self.allocate(torch.get_default_device())
         self.init_weights()
+
+    def allocate(self, device) -> None:
+        """Memory for the weights, whatever it holds."""
+        self.to_empty(device=device)
+        self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
 
     @torch.no_grad()
     def init_weights(self) -> None:
@@ -128,13 +137,16 @@ class GPT(nn.Module):
     def hidden(self, idx, pos=None, mask=None, caches=None):
         """The hidden states after the last layer norm, (B, T, C): all of the model but the projection to the vocabulary.
 
-        pos (B, T) or (T,): positions, by default 0..T-1. mask: as SDPA takes it, by default causal. caches: one a layer.
+        pos (B, T) or (T,): positions, by default 0..T-1. mask: as SDPA takes it, by default causal. caches: KVCache's.
         """
         if idx.size(1) > self.config.block_size:
             raise UserError(f"{idx.size(1)} tokens are more than the model's context of {self.config.block_size}")
         if pos is None:
             pos = torch.arange(idx.size(1), device=idx.device)
-        x = self.embed(idx, pos)
+        return self.blocks(self.embed(idx, pos), mask, caches)
+
+    def blocks(self, x, mask=None, caches=None):
+        """From the embeddings to the last layer norm, (B, T, C) -> (B, T, C)."""
         for i, block in enumerate(self.transformer.h):
             if self.config.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, mask, use_reentrant=False)
@@ -197,16 +209,16 @@ class GPT(nn.Module):
         out = F.pad(idx, (0, len(new)), value=fill)
         for b, n in enumerate(lengths):
             out[b, n:] = fill
-            for i, token in enumerate(new):
-                out[b, n + i] = token[b]
+            out[b, n : n + len(new)] = torch.tensor([token[b] for token in new])
         return out
 
     @torch.no_grad()
-    def stream(self, idx, max_new_tokens, *, lengths=None, temperature=1.0, top_k=50, top_p=None, stop=None, generator=None):
+    def stream(self, idx, max_new_tokens, *, lengths=None, stop=None, compile=False, **choice):
         """Yields (B,) tokens as they are made, at most max_new_tokens times; ends early when every row has produced `stop`.
 
-        temperature 0 takes the likeliest token; top_k and top_p (Holtzman et al. 2020) may be None. A row that outgrows the
-        context window goes on from the newest half of it. `generator` lives on the model's device.
+        choice: temperature, top_k, top_p and generator, as `choose` takes them. A row that outgrows the context window goes
+        on from the newest half of it. compile: the step of one token is compiled, once for each size of batch and of cache
+        (the prompts' width + max_new_tokens), with today's weights as constants in it: for long or many generations.
         """
         B, T = idx.shape
         lengths = [T] * B if lengths is None else [int(n) for n in lengths]
@@ -214,25 +226,19 @@ class GPT(nn.Module):
             raise UserError(f"lengths {lengths}: every prompt needs at least 1 and at most {T} tokens (the width of idx)")
         rows = [idx[b, :n].tolist() for b, n in enumerate(lengths)]
         start, window = [0] * B, self.config.block_size
+        decode = self.compiled_decode if compile else self.decode
+        cache = KVCache(self, B, min(window, T + max_new_tokens))
         done = torch.zeros(B, dtype=torch.bool, device=idx.device)
-        cache = token = None
+        token = None
         for _ in range(max_new_tokens):
-            for b, row in enumerate(rows):
-                if len(row) - start[b] > window:
-                    start[b], cache = len(row) - window // 2, None
-            context = [row[s:] for row, s in zip(rows, start, strict=True)]
-            if cache is None:  # read the whole context; prompts are padded at the right, where causal attention never looks
-                width = max(map(len, context))
-                left = max_new_tokens - (len(rows[0]) - lengths[0])
-                cache = KVCache(self, B, min(window, width + left))
-                batch = torch.tensor([c + [EOT] * (width - len(c)) for c in context], device=idx.device)
-                x = self.hidden(batch, caches=cache.prefill(width))
-                x = x[torch.arange(B), [len(c) - 1 for c in context]]  # (B, C)
-            else:  # only the newest token of each row, at its own position
-                pos = torch.tensor([[len(c) - 1] for c in context], device=idx.device)
-                mask, caches = cache.decode(pos)
-                x = self.hidden(token[:, None], pos, mask, caches)[:, -1]
-            token = choose(self.logits(x).float(), temperature, top_k, top_p, generator)
+            outgrown = [len(row) - s > window for row, s in zip(rows, start, strict=True)]
+            if token is None or any(outgrown):
+                start = [len(row) - window // 2 if out else s for row, s, out in zip(rows, start, outgrown, strict=True)]
+                logits = self.prefill([row[s:] for row, s in zip(rows, start, strict=True)], cache)
+            else:
+                pos, *rest = cache.advance()
+                logits = decode(self.embed(token[:, None], pos), *rest)
+            token = choose(logits.float(), **choice)
             if stop is not None:
                 token = token.masked_fill(done, stop)
                 done |= token == stop
@@ -242,23 +248,47 @@ class GPT(nn.Module):
             if stop is not None and done.all():
                 return
 
+    def prefill(self, contexts: list[list[int]], cache: "KVCache"):
+        """Reads whole contexts into the cache -> logits (B, V) of what follows each."""
+        width, device = max(map(len, contexts)), self.transformer.wte.weight.device
+        lengths = torch.tensor([len(context) for context in contexts], device=device)
+        # padded at the right, where causal attention never looks
+        idx = torch.tensor([context + [EOT] * (width - len(context)) for context in contexts], device=device)
+        x = self.hidden(idx, caches=cache.begin(lengths, width))
+        return self.logits(x[torch.arange(len(x), device=device), lengths - 1])
+
+    def decode(self, x, mask, caches):
+        """The embedding of one more token a row, (B, 1, C) -> logits (B, V) of the next."""
+        return self.logits(self.blocks(x, mask, caches)[:, -1])
+
+    @cached_property
+    def compiled_decode(self):
+        """`decode` for weights that stay as they are. On a CPU inductor repacks them for its own matrix kernels."""
+        import torch._inductor.config as inductor
+
+        kernels = dict(freezing=True, max_autotune=True, max_autotune_gemm_backends="CPP")
+        on_cpu = self.transformer.wte.weight.device.type == "cpu"
+        return inductor.patch(kernels if on_cpu else {})(torch.compile(self.decode, dynamic=False))
+
     # -- Hugging Face directories --------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(cls, name_or_dir: str | Path, **overrides) -> "GPT":
-        """Loads a Hugging Face GPT-2: a name on the hub (gpt2 … gpt2-xl), a directory, or one of our checkpoints.
+        """Loads a Hugging Face GPT-2: a name on the hub (gpt2 … gpt2-xl), a directory, or one of our checkpoints; or a .pt
+        file of nanoGPT or build-nanogpt.
 
         overrides: fields of GPTConfig; a smaller block_size crops the positions. Raises UserError if it is no GPT-2.
         """
-        directory = Path(name_or_dir) if Path(name_or_dir).is_dir() else download_pretrained(str(name_or_dir))
-        hf = read_json(directory / "config.json")
-        if hf.get("model_type") != "gpt2":
-            raise UserError(f"{name_or_dir} holds a {hf.get('model_type')!r} model; only GPT-2's architecture can be loaded")
-        if hf.get("activation_function", "gelu_new") != "gelu_new" or hf.get("n_inner") not in (None, 4 * hf["n_embd"]):
-            raise UserError(f"{name_or_dir} is a GPT-2 with another activation or MLP width than OpenAI's; it cannot be loaded")
-        shape = dict(block_size=hf["n_positions"], **{k: hf[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")})
-        model = cls(GPTConfig(**{**shape, **overrides}))
-        model.load_hf_weights(read_weights(directory))
+        if str(name_or_dir).endswith(".pt"):
+            shape, weights = read_pt(Path(name_or_dir))
+        else:
+            directory = Path(name_or_dir) if Path(name_or_dir).is_dir() else download_pretrained(str(name_or_dir))
+            shape, weights = read_shape(directory), read_weights(directory)
+        device = torch.get_default_device()
+        with torch.device("meta"):  # no time for random weights that are not to stay
+            model = cls(GPTConfig(**{**shape, **overrides}))
+        model.allocate(device)
+        model.load_hf_weights(weights)
         return model
 
     @torch.no_grad()
@@ -274,7 +304,7 @@ class GPT(nn.Module):
                 raise UserError(f"the weights know {len(w)} positions, {rows} were asked for: sequence_length can only shrink")
             if w.shape[1:] != p.shape[1:] or len(w) < rows:
                 raise UserError(f"{name} has shape {tuple(w.shape)} where {(rows, *p.shape[1:])} was expected")
-            p[:rows] = w[:rows]
+            p[:rows], p[rows:] = w[:rows], 0
 
     def hf_weights(self, state_dict: dict | None = None) -> dict[str, torch.Tensor]:
         """The weights as Hugging Face names and turns them, GPT-2's 50,257 rows, the tied head once."""
@@ -283,8 +313,11 @@ class GPT(nn.Module):
         weights["transformer.wte.weight"] = weights["transformer.wte.weight"][: self.config.vocab_size]
         return {name: (w.t() if is_conv1d(name) else w).contiguous() for name, w in weights.items()}
 
-    def save_pretrained(self, directory: str | Path, state_dict: dict | None = None) -> None:
-        """Writes a complete Hugging Face GPT-2 directory: `GPT2LMHeadModel.from_pretrained(directory)` and others read it."""
+    def save_pretrained(self, directory: str | Path, state_dict: dict | None = None, card: dict | None = None) -> None:
+        """Writes a complete Hugging Face GPT-2 directory: `GPT2LMHeadModel.from_pretrained(directory)` and others read it.
+
+        card: what the model card tells, in this order, such as {"data": …, "steps": …, "validation loss": …, "command": …}.
+        """
         from safetensors.torch import save_file
 
         directory = Path(directory)
@@ -307,6 +340,7 @@ class GPT(nn.Module):
         (directory / "config.json").write_text(json.dumps(config, indent=2))
         (directory / "generation_config.json").write_text(json.dumps(dict(bos_token_id=EOT, eos_token_id=EOT), indent=2))
         save_hf_tokenizer(directory, c.block_size)
+        (directory / "README.md").write_text(model_card(self.num_params(), card or {}), encoding="utf-8")
 
 
 def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -322,13 +356,66 @@ def is_conv1d(name: str) -> bool:
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
-def read_json(path: Path) -> dict:
+def model_card(num_params: int, facts: dict) -> str:
+    """The README.md of a model directory."""
+    rows = "".join(f"| {name} | {str(value).replace('|', chr(92) + '|')} |\n" for name, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# GPT-2, {num_params / 1e6:,.0f}M parameters
+
+| | |
+|---|---|
+{rows}
+`transformers.pipeline("text-generation", "this directory")` runs it; so does `python sample.py --model` where it was trained.
+"""
+
+
+def read_shape(directory: Path) -> dict:
+    """The fields of GPTConfig that a Hugging Face config.json fixes. Raises UserError unless it is a GPT-2's."""
     try:
-        return json.loads(path.read_text())
+        hf = json.loads((directory / "config.json").read_text())
     except FileNotFoundError:
         raise UserError(
-            f"{path} is missing: a Hugging Face model directory or one of our ckpt_ directories was expected"
+            f"{directory}/config.json is missing: a Hugging Face model directory or one of our ckpt_ directories was expected"
         ) from None
+    if hf.get("model_type") != "gpt2":
+        raise UserError(f"{directory} holds a {hf.get('model_type')!r} model; only GPT-2's architecture can be loaded")
+    ours = dict(activation_function="gelu_new", n_inner=4 * hf["n_embd"], layer_norm_epsilon=1e-5)
+    ours |= dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    if changed := [f"{key} {hf[key]}" for key, value in ours.items() if hf.get(key) not in (None, value)]:
+        raise UserError(f"{directory} is not OpenAI's GPT-2 but has {', '.join(changed)}; it cannot be loaded")
+    return dict(block_size=hf["n_positions"], **{k: hf[k] for k in ("vocab_size", "n_layer", "n_head", "n_embd")})
+
+
+def read_pt(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Fields of GPTConfig and weights, as Hugging Face has them, of nanoGPT's `ckpt.pt` or build-nanogpt's `model_*.pt`.
+
+    The unpickler runs no code; the one class it may make is build-nanogpt's GPTConfig, for which ours stands in.
+    """
+    stand_ins = [(GPTConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        shape = saved["model_args"] if "model_args" in saved else vars(saved["config"])
+        shape = {k: shape[k] for k in ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")}
+        weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", name): w for name, w in saved["model"].items()}
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there") from None
+    except pickle.UnpicklingError as error:
+        raise UserError(f"{path} is refused: it holds more than weights and plain values ({first_line(error)})") from None
+    except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path} is no checkpoint of nanoGPT or build-nanogpt ({first_line(error)})") from None
+    shape["vocab_size"] = min(shape["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
+    for name in [name for name in weights if is_conv1d(name) or ".ln_" in name]:
+        bias = name.replace(".weight", ".bias")  # nanoGPT can be trained without: the same as zeros
+        weights.setdefault(bias, torch.zeros(len(weights[name])))
+    return shape, {name: w.t() if is_conv1d(name) else w for name, w in weights.items()}
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].strip()
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -342,8 +429,10 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
         return torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True)
     except FileNotFoundError:
         raise UserError(f"{directory} has neither model.safetensors nor pytorch_model.bin") from None
+    except pickle.UnpicklingError as error:
+        raise UserError(f"the weights in {directory} are refused: more than tensors is pickled ({first_line(error)})") from None
     except (SafetensorError, RuntimeError, EOFError) as error:
-        raise UserError(f"the weights in {directory} cannot be read ({error}): the file is damaged") from None
+        raise UserError(f"the weights in {directory} cannot be read ({first_line(error)}): the file is damaged") from None
 
 
 def download_pretrained(name: str) -> Path:
@@ -351,9 +440,11 @@ def download_pretrained(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    wanted = ["config.json", "model.safetensors"]
     try:
-        return Path(snapshot_download(name, allow_patterns=wanted))
+        directory = Path(snapshot_download(name, allow_patterns=["config.json", "model.safetensors"]))
+        if not (directory / "model.safetensors").exists():  # an older repository
+            snapshot_download(name, allow_patterns=["pytorch_model.bin"])
+        return directory
     except (HFValidationError, RepositoryNotFoundError):
         raise UserError(f"{name!r} is neither a directory here nor a model on the Hugging Face hub") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -361,41 +452,40 @@ def download_pretrained(name: str) -> Path:
 
 
 class KVCache:
-    """Keys and values of every layer, (B, nh, S, hs) each, so that a new token costs one position instead of all."""
+    """Keys and values of every layer, (B, nh, S, hs) each, so that a new token costs one position instead of all.
+
+    A column belongs to the same step in every row. A prompt shorter than others leaves columns that `mask` hides.
+    """
 
     def __init__(self, model: GPT, B: int, S: int):
         c, like = model.config, model.transformer.wpe.weight
-        shape = (c.n_layer, 2, B, c.n_head, S, c.n_embd // c.n_head)
-        self.kv = torch.empty(shape, device=like.device, dtype=like.dtype)
+        shape = (B, c.n_head, S, c.n_embd // c.n_head)
+        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(c.n_layer)]
+        self.columns = torch.arange(S, device=like.device)
 
-    def prefill(self, T: int):
-        """Per-layer functions for `hidden` that store positions 0..T-1 of all rows."""
+    def begin(self, lengths, width: int):
+        """Takes prompts of these lengths (B,) in the first columns: what `hidden` needs to store them."""
+        self.width, self.pos = width, lengths[:, None] - 1  # (B, 1)
+        self.mask = (self.columns < lengths[:, None])[:, None, None, :]  # (B, 1, 1, S): what the next token may see
+        return [(k, v, self.columns[:width]) for k, v in self.layers]
 
-        def store(layer, k, v):
-            layer[0, :, :, :T], layer[1, :, :, :T] = k, v
-            return k, v
-
-        return [partial(store, layer) for layer in self.kv]
-
-    def decode(self, pos):
-        """For one new token a row at pos (B, 1): the mask (None where no row is longer than another) and the functions."""
-        width, rows = int(pos.max()) + 1, torch.arange(len(pos), device=pos.device)
-
-        def append(layer, k, v):
-            layer[0, rows, :, pos[:, 0]], layer[1, rows, :, pos[:, 0]] = k[:, :, 0].to(layer.dtype), v[:, :, 0].to(layer.dtype)
-            return layer[0, :, :, :width], layer[1, :, :, :width]
-
-        mask = torch.arange(width, device=pos.device) <= pos  # (B, S)
-        return None if bool(mask.all()) else mask[:, None, None, :], [partial(append, layer) for layer in self.kv]
+    def advance(self):
+        """The next column: the new tokens' positions, their mask, and what `hidden` needs to store them."""
+        column = self.columns[self.width : self.width + 1]
+        self.width, self.pos = self.width + 1, self.pos + 1
+        self.mask[..., column] = True
+        return self.pos, self.mask, [(k, v, column) for k, v in self.layers]
 
 
-def choose(logits, temperature: float, top_k: int | None, top_p: float | None, generator=None):
-    """One token (B,) from logits (B, V): the likeliest at temperature 0, else a draw from the top_k, then the top_p of them."""
+def choose(logits, temperature=1.0, top_k: int | None = 50, top_p: float | None = None, generator=None):
+    """One token (B,) from logits (B, V): the likeliest at temperature 0, else a draw from the top_k, then the top_p of them
+    (Holtzman et al. 2020); None is all. `generator` lives on the logits' device.
+    """
     if temperature == 0:
         return logits.argmax(-1)
     V = logits.size(-1)
-    values, indices = (logits / temperature).topk(min(top_k or V, V))  # sorted, largest first
-    probs = values.softmax(-1)
+    values, indices = logits.topk(min(top_k or V, V))  # sorted, largest first
+    probs = (values / temperature).softmax(-1)
     if top_p is not None:
         probs = probs.masked_fill(probs.cumsum(-1) - probs > top_p, 0)  # all that is needed to reach top_p, at least one
     return indices.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]

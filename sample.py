@@ -1,55 +1,69 @@
 """Generations from a checkpoint or a pretrained GPT-2: python sample.py --model log/quickstart/ckpt_000300 --prompt "def "."""
 
+import json
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import tyro
 
 from distributed import pick_device
 from model import GPT, pick_dtype
-from tokenizer import EOT, UserError, get_tokenizer, run_script
+from tokenizer import EOT, VOCAB_SIZE, UserError, get_tokenizer, run_script
 
 
 @dataclass
 class SampleConfig:
     """Continue a prompt with a GPT-2: one of our checkpoints, any Hugging Face GPT-2 directory, or a name on the hub.
 
-    One sample is printed as it is made; several are made together and printed one after the other.
+    One sample is printed as it is made; several are made in one batch and printed one after the other.
     """
 
-    model: str = "gpt2"  # directory, or gpt2 | gpt2-medium | gpt2-large | gpt2-xl
-    prompt: str = "Hello, I'm a language model,"  # text to continue
-    num_samples: int = 1  # continuations, made in one batch
+    model: str = "gpt2"  # directory, nanoGPT's or build-nanogpt's FILE.pt, or gpt2 | gpt2-medium | gpt2-large | gpt2-xl
+    prompt: str = "Hello, I'm a language model,"  # text to continue; - reads prompts from stdin, @FILE from a file, one a line
+    num_samples: int = 1  # continuations of each prompt
     max_new_tokens: int = 100  # tokens to add, at most
     temperature: float = 0.9  # 0 takes the likeliest token each time
     top_k: int = 50  # draw from the k likeliest tokens; 0 = from all
     top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
     stop: bool = True  # end at <|endoftext|>
     seed: int = 42
+    json: bool = False  # print one JSON object a sample: {"prompt": …, "text": …}
+    compile: bool = False  # compile the step of one token: half a minute first, then faster; for long or many generations
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
 
 
-def load(name_or_dir: str, device: torch.device, dtype: torch.dtype) -> GPT:
+def load(model: str, device: torch.device, dtype: torch.dtype) -> GPT:
     """A model ready to generate: on the device, in evaluation mode, its weights cast once."""
-    return GPT.from_pretrained(name_or_dir).to(device, dtype).eval().requires_grad_(False)
+    gpt = GPT.from_pretrained(model)
+    if gpt.config.vocab_size != VOCAB_SIZE:
+        raise UserError(f"{model} has a vocabulary of {gpt.config.vocab_size}: its tokens are not GPT-2's, text needs those")
+    return gpt.to(device, dtype).eval().requires_grad_(False)
 
 
-def complete(model: GPT, prompt: str, num_samples: int, max_new_tokens: int, *, stop=EOT, **sampling) -> list[str]:
-    """`num_samples` continuations of a prompt, in one batch, each with the prompt; `sampling` as in GPT.stream.
+def complete(model: GPT, prompt: str, num_samples: int, max_new_tokens: int, **sampling) -> list[str]:
+    """`num_samples` continuations of a prompt, each with the prompt; otherwise `complete_all`."""
+    return [prompt + text for text in complete_all(model, [prompt] * num_samples, max_new_tokens, **sampling)]
+
+
+def complete_all(model: GPT, prompts: list[str], max_new_tokens: int, *, stop=EOT, **sampling) -> list[str]:
+    """The continuation of each prompt, up to `stop`, all made in one batch; `sampling` as in GPT.stream.
 
     Leaves model.training and the global random state as they were. An empty prompt starts from <|endoftext|>.
     """
     encoder, was_training = get_tokenizer(), model.training
-    tokens = encoder.encode_ordinary(prompt) or [EOT]
-    idx = torch.tensor([tokens] * num_samples, device=model.transformer.wte.weight.device)
+    rows = [encoder.encode_ordinary(prompt) or [EOT] for prompt in prompts]
+    lengths, device = [len(row) for row in rows], model.transformer.wte.weight.device
+    idx = torch.tensor([row + [EOT] * (max(lengths) - len(row)) for row in rows], device=device)
     model.eval()
     try:
-        rows = model.generate(idx, max_new_tokens, stop=stop, **sampling).tolist()
+        new = list(model.stream(idx, max_new_tokens, lengths=lengths, stop=stop, **sampling))
     finally:
         model.train(was_training)
-    ends = [row.index(stop, len(tokens)) if stop in row[len(tokens) :] else len(row) for row in rows]
-    return [prompt + encoder.decode(row[len(tokens) : end]) for row, end in zip(rows, ends, strict=True)]
+    texts = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in torch.stack(new, 1).tolist()]
+    return [encoder.decode(tokens) for tokens in texts]
 
 
 def write_stream(model: GPT, prompt: str, max_new_tokens: int, *, stop=EOT, **sampling) -> None:
@@ -67,6 +81,17 @@ def write_stream(model: GPT, prompt: str, max_new_tokens: int, *, stop=EOT, **sa
             print(waiting.decode("utf-8", errors="replace"), end="", flush=True)
             waiting = b""
     print(waiting.decode("utf-8", errors="replace"))
+
+
+def read_prompts(prompt: str) -> list[str]:
+    """The prompts that --prompt means. Raises UserError for a source without any."""
+    if prompt != "-" and not prompt.startswith("@"):
+        return [prompt]
+    source = sys.stdin.buffer.read() if prompt == "-" else Path(prompt[1:]).read_bytes()
+    prompts = [line for line in source.decode("utf-8", errors="replace").splitlines() if line]
+    if not prompts:
+        raise UserError(f"--prompt {prompt}: there is no line to continue")
+    return prompts
 
 
 def check(config: SampleConfig) -> None:
@@ -89,6 +114,7 @@ def check(config: SampleConfig) -> None:
 def main() -> None:
     config = tyro.cli(SampleConfig)
     check(config)
+    prompts = [prompt for prompt in read_prompts(config.prompt) for _ in range(config.num_samples)]
     device = pick_device(config.device)
     dtype, _ = pick_dtype(device, config.dtype)
     model = load(config.model, device, dtype)
@@ -98,11 +124,14 @@ def main() -> None:
         top_p=config.top_p if config.top_p < 1 else None,
         stop=EOT if config.stop else None,
         generator=torch.Generator(device).manual_seed(config.seed),
+        compile=config.compile,
     )
-    if config.num_samples == 1:
-        return write_stream(model, config.prompt, config.max_new_tokens, **sampling)
-    for i, text in enumerate(complete(model, config.prompt, config.num_samples, config.max_new_tokens, **sampling)):
-        print(f"--- sample {i}\n{text}")
+    if len(prompts) == 1 and not config.json:
+        return write_stream(model, prompts[0], config.max_new_tokens, **sampling)
+    texts = complete_all(model, prompts, config.max_new_tokens, **sampling)
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        sample = dict(prompt=prompt, text=text)
+        print(json.dumps(sample, ensure_ascii=False) if config.json else f"--- sample {i}\n{prompt}{text}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 
 import pytest
 import torch
@@ -270,7 +269,7 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     tiny.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"transformer.wte.weight": Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises((UserError, pickle.UnpicklingError)):
+    with pytest.raises(UserError, match="refused"):
         GPT.from_pretrained(tmp_path)
     assert not (tmp_path / "evil-was-here").exists()
 
@@ -279,7 +278,8 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     "change, sentence",
     [
         (dict(model_type="llama"), "only GPT-2's architecture"),
-        (dict(activation_function="relu"), "another activation"),
+        (dict(activation_function="relu"), "activation_function relu"),
+        (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon 1e-06"),
         (dict(n_layer=3), "no tensor transformer.h.2"),
         (dict(n_embd=32, n_head=2), "has shape"),
         (dict(n_head=3), "does not divide"),
