@@ -60,6 +60,17 @@ def tiny() -> GPT:
     return GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
 
 
+def random_model(**shape) -> GPT:
+    """A tiny model whose biases and layer norms are random too, so that nothing hides behind a zero or a one."""
+    torch.manual_seed(1)
+    model = GPT(GPTConfig(**{**dict(block_size=24, n_layer=2, n_head=2, n_embd=16), **shape}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
+            p[:rows] += 0.1 * torch.randn_like(p[:rows])
+    return model
+
+
 def environment(**extra) -> dict:
     """The environment without what torchrun or an outer run left in it; one thread, so that tests may run beside each other."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}

@@ -1,14 +1,14 @@
 """The model is GPT-2: against transformers, by its counts, and by what its parts promise."""
 
-import json
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import random_model
 
-from model import GPT, SIZES, GPTConfig, autocast, choose, decay_groups, pick_dtype
-from tokenizer import EOT, UserError
+from model import GPT, SIZES, GPTConfig, autocast, decay_groups, pick_dtype
+from tokenizer import UserError
 
 transformers = pytest.importorskip("transformers")
 
@@ -16,17 +16,6 @@ transformers = pytest.importorskip("transformers")
 def as_transformers(model: GPT, directory):
     model.save_pretrained(directory)
     return transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
-
-
-def random_model(**shape) -> GPT:
-    """A tiny model whose biases and layer norms are random too, so that nothing hides behind a zero or a one."""
-    torch.manual_seed(1)
-    model = GPT(GPTConfig(**{**dict(block_size=24, n_layer=2, n_head=2, n_embd=16), **shape}))
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
-            p[:rows] += 0.1 * torch.randn_like(p[:rows])
-    return model
 
 
 @pytest.mark.parametrize(
@@ -148,163 +137,7 @@ def test_more_tokens_than_the_context_are_refused(tiny):
         tiny(torch.zeros(1, 33, dtype=torch.int64))
 
 
-# -- generation
-
-
-def uncached(model: GPT, prompt: list[int], n: int, pick) -> list[int]:
-    """The rule, written plainly: the whole context again for each token; the newest half of it at the window's end."""
-    tokens, start, window = list(prompt), 0, model.config.block_size
-    for _ in range(n):
-        if len(tokens) - start > window:
-            start = len(tokens) - window // 2
-        with torch.no_grad():
-            tokens.append(pick(model(torch.tensor([tokens[start:]]))[0][:, -1]))
-    return tokens
-
-
-@pytest.mark.parametrize("prompt_length", [1, 5, 24, 30])
-def test_cached_generation_is_uncached_generation_across_the_windows_end(prompt_length):
-    model = random_model()
-    idx = torch.randint(0, 50257, (1, prompt_length))
-    greedy = uncached(model, idx[0].tolist(), 60, lambda z: z.argmax().item())
-    assert model.generate(idx, 60, temperature=0)[0].tolist() == greedy
-    generator = torch.Generator().manual_seed(5)
-    drawn = uncached(model, idx[0].tolist(), 60, lambda z: choose(z, 0.8, 20, 0.9, generator).item())
-    same_seed = torch.Generator().manual_seed(5)
-    assert model.generate(idx, 60, temperature=0.8, top_k=20, top_p=0.9, generator=same_seed)[0].tolist() == drawn
-
-
-def test_prompts_of_different_lengths_share_a_batch_without_disturbing_each_other():
-    model, n = random_model(), 50
-    lengths = [3, 20, 11, 1]
-    idx = torch.randint(0, 50257, (4, 20))
-    out = model.generate(idx, n, lengths=torch.tensor(lengths), temperature=0)
-    assert out.shape == (4, 20 + n)
-    for row, length in enumerate(lengths):
-        alone = model.generate(idx[row : row + 1, :length], n, temperature=0)[0]
-        assert torch.equal(out[row, : length + n], alone) and (out[row, length + n :] == EOT).all()
-
-
-def test_generation_stops_where_it_is_told():
-    model = random_model()
-    idx = torch.randint(0, 50257, (2, 4))
-    free = model.generate(idx, 20, temperature=0)
-    stop = free[0, 8].item()
-    out = model.generate(idx, 20, temperature=0, stop=stop)
-    first = free[0, 4:].tolist().index(stop)
-    assert out[0, 4 : 5 + first].tolist() == free[0, 4 : 5 + first].tolist() and (out[0, 5 + first :] == stop).all()
-
-
-def test_a_seed_gives_the_same_samples_and_leaves_the_global_generator_alone(tiny):
-    idx = torch.zeros(2, 3, dtype=torch.int64)
-    before = torch.get_rng_state()
-    a, b = (tiny.generate(idx, 10, generator=torch.Generator().manual_seed(s)) for s in (1, 1))
-    assert torch.equal(a, b) and torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(a, tiny.generate(idx, 10, generator=torch.Generator().manual_seed(2)))
-
-
-def test_top_k_and_top_p_only_draw_from_the_likeliest():
-    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).expand(2000, 4)
-    generator = torch.Generator().manual_seed(0)
-    drawn = {k: set(choose(logits, 1.0, k, None, generator).tolist()) for k in (1, 2, 4, None)}
-    assert drawn == {1: {0}, 2: {0, 1}, 4: {0, 1, 2, 3}, None: {0, 1, 2, 3}}
-    nucleus = {p: set(choose(logits, 1.0, None, p, generator).tolist()) for p in (0.1, 0.6, 0.9)}
-    assert nucleus == {0.1: {0}, 0.6: {0, 1}, 0.9: {0, 1, 2}}
-    share = (choose(logits, 1.0, None, None, generator) == 0).float().mean().item()
-    assert abs(share - 0.5) < 0.05
-    assert (choose(logits, 0, 50, None) == 0).all()
-
-
-@pytest.mark.parametrize("lengths", [[0, 3], [4, 1]])
-def test_impossible_prompt_lengths_are_refused(tiny, lengths):
-    with pytest.raises(UserError, match="every prompt needs"):
-        tiny.generate(torch.zeros(2, 3, dtype=torch.int64), 4, lengths=lengths)
-
-
-# -- Hugging Face directories
-
-
-def test_weights_survive_the_way_to_transformers_and_back_bit_for_bit(tmp_path):
-    ours = random_model()
-    theirs = as_transformers(ours, tmp_path / "ours")
-    theirs.save_pretrained(tmp_path / "theirs")
-    back = GPT.from_pretrained(tmp_path / "theirs")
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
-
-
-def test_weights_of_the_hub_without_the_prefix_and_as_a_pickle_load_too(tmp_path):
-    ours = random_model()
-    ours.save_pretrained(tmp_path)
-    weights = {name.removeprefix("transformer."): w for name, w in ours.hf_weights().items()}
-    (tmp_path / "model.safetensors").unlink()
-    torch.save(weights, tmp_path / "pytorch_model.bin")
-    back = GPT.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
-
-
-def test_the_tokenizer_beside_the_weights_is_gpt2s(tmp_path, tiny):
-    tiny.save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer("Hello, I'm a language model,")["input_ids"] == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert tokenizer.eos_token_id == EOT and tokenizer.model_max_length == 32
-
-
-def test_a_shorter_context_crops_the_positions_and_a_longer_one_is_refused(tmp_path):
-    ours = random_model()
-    ours.save_pretrained(tmp_path)
-    short = GPT.from_pretrained(tmp_path, block_size=10)
-    idx = torch.randint(0, 50257, (1, 10))
-    assert torch.equal(short(idx)[0], ours(idx)[0])
-    with pytest.raises(UserError, match="can only shrink"):
-        GPT.from_pretrained(tmp_path, block_size=25)
-
-
-class Evil:
-    def __reduce__(self):
-        return (open, ("evil-was-here", "w"))
-
-
-def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, tiny):
-    monkeypatch.chdir(tmp_path)
-    tiny.save_pretrained(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    torch.save({"transformer.wte.weight": Evil()}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="refused"):
-        GPT.from_pretrained(tmp_path)
-    assert not (tmp_path / "evil-was-here").exists()
-
-
-@pytest.mark.parametrize(
-    "change, sentence",
-    [
-        (dict(model_type="llama"), "only GPT-2's architecture"),
-        (dict(activation_function="relu"), "activation_function relu"),
-        (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon 1e-06"),
-        (dict(n_layer=3), "no tensor transformer.h.2"),
-        (dict(n_embd=32, n_head=2), "has shape"),
-        (dict(n_head=3), "does not divide"),
-    ],
-)
-def test_what_is_no_gpt2_is_refused_in_a_sentence(tmp_path, change, sentence):
-    random_model().save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=sentence):
-        GPT.from_pretrained(tmp_path)
-
-
-def test_truncated_weights_are_called_damaged(tmp_path, tiny):
-    tiny.save_pretrained(tmp_path)
-    weights = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(UserError, match="damaged"):
-        GPT.from_pretrained(tmp_path)
-
-
-def test_a_name_that_is_nowhere_is_a_sentence(monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="no-such-model"):
-        GPT.from_pretrained("no-such-model")
+# -- precision
 
 
 def test_a_cpu_computes_in_the_faster_precision_and_float32_is_left_alone():

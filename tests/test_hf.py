@@ -1,0 +1,267 @@
+"""Models in and out: Hugging Face directories, the checkpoints that training writes, other projects' files."""
+
+import ast
+import json
+import random
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from conftest import SHARED_DATA, TINY, documents, environment, random_model, run_script, write_shard
+
+from model import GPT
+from tokenizer import EOT, UserError, get_tokenizer
+
+transformers = pytest.importorskip("transformers")
+
+
+SHAPES = [dict(block_size=24, n_layer=2, n_head=2, n_embd=16), dict(n_layer=3, n_head=1, n_embd=48), dict()]  # {}: the 124M
+
+
+def same_weights(a: GPT, b: GPT) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_go_from_us_to_transformers_and_back_bit_for_bit(tmp_path, shape):
+    ours = random_model(**{**dict(block_size=1024, n_layer=12, n_head=12, n_embd=768), **shape})
+    ours.save_pretrained(tmp_path / "ours")
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = GPT.from_pretrained(tmp_path / "theirs")
+    assert same_weights(ours, back)
+    idx = torch.randint(0, 50257, (2, 20))
+    with torch.no_grad():
+        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4 and torch.equal(ours(idx)[0], back(idx)[0])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_go_from_transformers_to_us_and_back_bit_for_bit(tmp_path, shape):
+    torch.manual_seed(2)
+    shape = {"n_positions" if name == "block_size" else name: value for name, value in shape.items()}
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = GPT.from_pretrained(tmp_path / "theirs")
+    ours.save_pretrained(tmp_path / "ours")
+    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    a, b = theirs.state_dict(), back.state_dict()
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    idx = torch.randint(0, 50257, (2, 20))
+    with torch.no_grad():
+        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+
+
+def test_loading_draws_no_random_weights_and_leaves_the_padding_zero(tmp_path):
+    random_model().save_pretrained(tmp_path)
+    state = torch.get_rng_state()
+    model = GPT.from_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), state) and not model.transformer.wte.weight[50257:].any()
+    assert model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_the_model_card_tells_what_it_is_told(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path, card={"data": "my.txt", "steps": 3, "command": "python train_gpt2.py | tee log"})
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "| data | my.txt |\n| steps | 3 |" in card and "train_gpt2.py \\| tee" in card and "2M parameters" in card
+
+
+def test_weights_of_the_hub_without_the_prefix_and_as_a_pickle_load_too(tmp_path):
+    ours = random_model()
+    ours.save_pretrained(tmp_path)
+    weights = {name.removeprefix("transformer."): w for name, w in ours.hf_weights().items()}
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    back = GPT.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+
+
+def test_the_tokenizer_beside_the_weights_is_gpt2s(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("Hello, I'm a language model,")["input_ids"] == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert tokenizer.eos_token_id == EOT and tokenizer.model_max_length == 32
+    rng, encode = random.Random(0), get_tokenizer().encode_ordinary
+    for plane in range(17):  # 10,000 strings: of one plane each, then of all
+        for _ in range(400):
+            check_tokens(tokenizer, encode, "".join(chr(rng.randrange(0x10000) + 0x10000 * plane) for _ in range(9)))
+    for _ in range(3200):
+        check_tokens(
+            tokenizer, encode, "".join(rng.choice(" \n'sé字🌍\u200d") + chr(rng.randrange(0x110000)) for _ in range(9))
+        )
+
+
+@pytest.mark.skipif(not SHARED_DATA.exists(), reason="needs ../shared/data")
+def test_tiny_shakespeare_has_the_same_tokens_in_transformers(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path)
+    text = (SHARED_DATA / "tinyshakespeare.txt").read_text()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, model_max_length=10**6)
+    assert tokenizer(text)["input_ids"] == get_tokenizer().encode_ordinary(text)
+
+
+def check_tokens(tokenizer, encode, text: str) -> None:
+    text = text.encode("utf-8", errors="ignore").decode()  # surrogates are no characters
+    assert tokenizer(text)["input_ids"] == encode(text), repr(text)
+
+
+def test_a_shorter_context_crops_the_positions_and_a_longer_one_is_refused(tmp_path):
+    ours = random_model()
+    ours.save_pretrained(tmp_path)
+    short = GPT.from_pretrained(tmp_path, block_size=10)
+    idx = torch.randint(0, 50257, (1, 10))
+    assert torch.equal(short(idx)[0], ours(idx)[0])
+    with pytest.raises(UserError, match="can only shrink"):
+        GPT.from_pretrained(tmp_path, block_size=25)
+
+
+# -- nanoGPT's and build-nanogpt's files
+
+
+def their_weights(model: GPT, prefix: str) -> dict:
+    """Their names, with 47 rows of padding that have learned something."""
+    weights = {prefix + name: w.detach().clone() for name, w in model.state_dict().items()}
+    padded = torch.cat([model.transformer.wte.weight[:50257], torch.randn(47, model.config.n_embd)]).detach()
+    return {**weights, prefix + "transformer.wte.weight": padded, prefix + "lm_head.weight": padded}
+
+
+FIELDS = dict(block_size=24, vocab_size=50304, n_layer=2, n_head=2, n_embd=16)
+
+
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "_orig_mod.module."])
+def test_a_checkpoint_of_nanogpt_loads(tmp_path, prefix):
+    ours = random_model()
+    args = dict(**FIELDS, bias=True, dropout=0.0)
+    optimizer = dict(state={0: dict(step=torch.tensor(1.0))}, param_groups=[])
+    saved = dict(model=their_weights(ours, prefix), model_args=args, iter_num=5, best_val_loss=torch.tensor(3.0))
+    torch.save(dict(**saved, optimizer=optimizer, config=dict(dataset="openwebtext")), tmp_path / "ckpt.pt")
+    assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
+
+
+def test_a_nanogpt_without_biases_has_zeros(tmp_path):
+    ours = random_model()
+    with torch.no_grad():
+        for name, p in ours.named_parameters():
+            p.mul_(not name.endswith("bias"))
+    weights = {name: w for name, w in their_weights(ours, "").items() if not name.endswith("bias")}
+    torch.save(dict(model=weights, model_args=FIELDS), tmp_path / "ckpt.pt")
+    assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
+
+
+@pytest.mark.parametrize("module", ["__main__", "train_gpt2"])
+def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, module):
+    ours = random_model()
+    config = type("GPTConfig", (), {"__module__": module})()  # a dataclass of its script, pickled
+    vars(config).update(FIELDS)
+    saved = dict(model=their_weights(ours, ""), config=config, step=19072, val_loss=3.07)
+    with monkeypatch.context() as there:
+        there.setitem(sys.modules, module, types.SimpleNamespace(GPTConfig=type(config)))
+        torch.save(saved, tmp_path / "model_19072.pt")
+    assert same_weights(GPT.from_pretrained(tmp_path / "model_19072.pt"), ours)
+
+
+class Evil:
+    def __reduce__(self):
+        return (open, ("evil-was-here", "w"))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "ckpt.pt"])
+def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, tiny, name):
+    monkeypatch.chdir(tmp_path)
+    tiny.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"model": {}, "transformer.wte.weight": Evil()}, tmp_path / name)
+    with pytest.raises(UserError, match="refused"):
+        GPT.from_pretrained(tmp_path / name if name == "ckpt.pt" else tmp_path)
+    assert not (tmp_path / "evil-was-here").exists()
+
+
+@pytest.mark.parametrize("content", [{"model": {}}, [1], {"model_args": FIELDS, "model": {}}])
+def test_another_pt_file_is_a_sentence(tmp_path, content):
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"no checkpoint of nanoGPT|no tensor transformer"):
+        GPT.from_pretrained(tmp_path / "x.pt")
+    (tmp_path / "y.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:100])
+    for name, sentence in (("y.pt", r"no checkpoint|refused"), ("z.pt", "not there")):
+        with pytest.raises(UserError, match=sentence):
+            GPT.from_pretrained(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        (dict(model_type="llama"), "only GPT-2's architecture"),
+        (dict(activation_function="relu"), "activation_function relu"),
+        (dict(layer_norm_epsilon=1e-6), "layer_norm_epsilon 1e-06"),
+        (dict(n_layer=3), "no tensor transformer.h.2"),
+        (dict(n_embd=32, n_head=2), "has shape"),
+        (dict(n_head=3), "does not divide"),
+    ],
+)
+def test_what_is_no_gpt2_is_refused_in_a_sentence(tmp_path, change, sentence):
+    random_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(UserError, match=sentence):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_truncated_weights_are_called_damaged(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    with pytest.raises(UserError, match="damaged"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_a_name_that_is_nowhere_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="no-such-model"):
+        GPT.from_pretrained("no-such-model")
+
+
+# -- checkpoints that training wrote
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """The last checkpoint of a tiny training run."""
+    directory = tmp_path_factory.mktemp("run")
+    (directory / "shards").mkdir()
+    for split in ("val", "train"):
+        write_shard(directory / "shards" / f"toy_{split}_000000.npy", documents(2000, seed=0))
+    run_script(
+        "train_gpt2.py", *TINY, "--data-dir", directory / "shards", "--log-dir", directory / "log", "--checkpoint-every", 6
+    )
+    return directory / "log" / "ckpt_000006"
+
+
+OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+
+
+def test_a_checkpoint_of_training_runs_in_transformers_pipeline_offline(checkpoint):
+    code = f"""from transformers import pipeline
+print(pipeline("text-generation", model={str(checkpoint)!r})("Hello", do_sample=False, max_new_tokens=5))"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(**OFFLINE), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    idx = torch.tensor([get_tokenizer().encode_ordinary("Hello")])
+    text = get_tokenizer().decode(GPT.from_pretrained(checkpoint).generate(idx, 5, temperature=0, stop=EOT)[0].tolist())
+    assert ast.literal_eval(done.stdout) == [{"generated_text": text.split("<|endoftext|>")[0]}]
+
+
+def test_fine_tuning_takes_fewer_positions_and_refuses_more(checkpoint, tmp_path):
+    def tune(T: int, expect: int):
+        args = [
+            *TINY,
+            "--data-dir",
+            checkpoint.parent.parent / "shards",
+            "--log-dir",
+            tmp_path / str(T),
+            "--init-from",
+            checkpoint,
+        ]
+        return run_script("train_gpt2.py", *args, "--sequence-length", T, "--checkpoint-every", 6, expect=expect)
+
+    tune(8, expect=0)
+    assert GPT.from_pretrained(tmp_path / "8" / "ckpt_000006").config.block_size == 8
+    assert "the weights know 16 positions, 32 were asked for" in tune(32, expect=1).stderr
