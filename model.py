@@ -89,6 +89,43 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
+class LinearCrossEntropy(torch.autograd.Function):
+    """The mean cross-entropy of logits x Wᵀ that never exist all at once: some rows at a time, and their gradients right away.
+
+    x (N, C), weight (padded V, C), targets (N,) where -1 is ignored, are gradients wanted? -> a scalar, at least float32.
+    All the logits of a micro-batch would be its largest tensor. The idea is Cut Your Losses' and Liger Kernel's (both 2024);
+    torch.compile fuses what is between the matmuls.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, with_grad):
+        device, rows = x.device, 2048 if x.device.type == "cpu" else 8192
+        half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
+        wide = torch.promote_types(half, torch.float32)
+        w, classes = weight.to(half), torch.arange(len(weight), device=device)
+        loss, dx, dw = x.new_zeros((), dtype=wide), [], torch.zeros_like(weight, dtype=wide)
+        for x_, y in zip(x.to(half).split(rows), targets[:, None].split(rows), strict=True):
+            logits = (x_ @ w.t()).to(wide)
+            logits[:, vocab_size:] = -torch.inf  # the padding: probability and gradient zero
+            lse = logits.logsumexp(-1, keepdim=True)
+            loss += torch.where(y >= 0, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
+            if with_grad:  # of the sum: softmax - one-hot; in float16, one of the mean would underflow
+                dlogits = logits.sub_(lse).exp_().add_(classes == y, alpha=-1).to(half)
+                dx.append(dlogits @ w * (y >= 0))
+                dw += dlogits.t() @ (x_ * (y >= 0))
+        n = (targets >= 0).sum()
+        if with_grad:
+            ctx.save_for_backward(torch.cat(dx), dw, n)
+            ctx.dtypes = x.dtype, weight.dtype
+        return loss / n
+
+    @staticmethod
+    def backward(ctx, grad):
+        dx, dw, n = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        return dx.to(x_dtype) * (grad / n), (dw * (grad / n)).to(weight_dtype), None, None, None
+
+
 class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -132,7 +169,8 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None
-        return None, F.cross_entropy(self.logits(x).flatten(0, 1).float(), targets.flatten(), ignore_index=-1)
+        args = (x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.config.vocab_size, torch.is_grad_enabled())
+        return None, LinearCrossEntropy.apply(*args)
 
     def hidden(self, idx, pos=None, mask=None, caches=None):
         """The hidden states after the last layer norm, (B, T, C): all of the model but the projection to the vocabulary.
