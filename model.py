@@ -547,19 +547,57 @@ def pick_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, s
 
 
 @lru_cache(maxsize=1)
-def bfloat16_speed(n: int = 1024) -> float:
+def bfloat16_speed() -> float:
     """How much faster this CPU multiplies matrices in bfloat16 than in float32: the best of 15 each, in turns.
 
     The flags of a CPU do not tell: with AMX several times, with AVX512-BF16 alone it can be slower, otherwise it is emulated.
     """
-    best = dict.fromkeys((torch.float32, torch.bfloat16), math.inf)
-    for _ in range(15):
-        for dtype in best:
-            a = torch.ones(n, n, dtype=dtype)
-            start = time.perf_counter()
-            a @ a
-            best[dtype] = min(best[dtype], time.perf_counter() - start)
-    return best[torch.float32] / best[torch.bfloat16]
+    cpu, dtypes = torch.device("cpu"), (torch.float32, torch.bfloat16)
+    float32, bfloat16 = zip(*([time_matmul(cpu, dtype) for dtype in dtypes] for _ in range(15)), strict=True)
+    return min(float32) / min(bfloat16)
+
+
+def time_matmul(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
+    """Seconds of one product of n × n matrices."""
+    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    wait()
+    start = time.perf_counter()
+    a @ a
+    wait()
+    return time.perf_counter() - start
+
+
+# Published peaks of dense matmuls in TFLOP/s: float32, TF32, 16 bits accumulated in float32; by the whole name CUDA reports
+# (a MIG slice or a laptop's GPU is another thing). Where a datasheet counts sparsity, half of its figure.
+PEAKS = {
+    r"Tesla V100-SXM\d-\w+": (15.7, None, 125, "NVIDIA V100 datasheet, 2020"),
+    r"Tesla V100-PCIE-\w+": (14.0, None, 112, "NVIDIA V100 datasheet, 2020"),
+    r"Tesla T4": (8.1, None, 65, "NVIDIA T4 datasheet, 2019"),
+    r"NVIDIA A100-[\w-]+": (19.5, 156, 312, "NVIDIA A100 datasheet, 2021"),
+    r"NVIDIA L4": (30.3, 60, 121, "NVIDIA L4 datasheet, 2023"),
+    r"NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, "NVIDIA Ampere GA102 whitepaper, appendix A"),
+    r"NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, "NVIDIA Ada whitepaper, appendix A"),
+    r"NVIDIA GeForce RTX 5090": (104.8, 104.8, 209.5, "NVIDIA RTX Blackwell whitepaper, appendix A"),
+    r"NVIDIA H100 PCIe": (51, 378, 756, "NVIDIA H100 datasheet, 2023"),
+    r"NVIDIA H100 80GB HBM3": (67, 494.5, 989.5, "NVIDIA H100 datasheet, 2023 (SXM)"),
+    r"NVIDIA H200": (67, 494.5, 989.5, "NVIDIA H200 datasheet, 2024 (SXM)"),
+    r"NVIDIA B200": (80, 1100, 2250, "NVIDIA Blackwell architecture brief, 2024 (HGX)"),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Operations a second that MFU is measured against, and whose figure it is: the maker's, or one of a matmul timed here.
+
+    float32 on a GPU means TF32 where there is TF32 and torch.set_float32_matmul_precision allows it.
+    """
+    if device.type == "cuda":
+        tf32 = torch.cuda.get_device_capability(device) >= (8, 0) and torch.get_float32_matmul_precision() != "highest"
+        for pattern, (*peaks, source) in PEAKS.items():
+            if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
+                return 1e12 * peaks[int(tf32) if dtype == torch.float32 else 2], source
+    n = 1024 if device.type == "cpu" else 4096
+    return 2 * n**3 / min(time_matmul(device, dtype, n) for _ in range(15)), f"measured here, matmuls of {n} × {n}"
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from conftest import random_model
 
-from model import GPT, SIZES, GPTConfig, LinearCrossEntropy, autocast, decay_groups, pick_dtype
+import model
+from model import GPT, SIZES, GPTConfig, LinearCrossEntropy, autocast, decay_groups, peak_flops, pick_dtype
 from tokenizer import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -187,3 +188,27 @@ def test_a_cpu_computes_in_the_faster_precision_and_float32_is_left_alone():
         assert (a @ a).dtype == torch.bfloat16
     with autocast(device, torch.float32):
         assert (a @ a).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "name, capability, expected",
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), (494.5e12, 989.5e12)),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), (156e12, 312e12)),
+        ("Tesla T4", (7, 5), (8.1e12, 65e12)),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), None),
+    ],
+)
+def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul_timed_here(
+    monkeypatch, name, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(model, "time_matmul", lambda device, dtype, n: 1.0)
+    peaks = [peak_flops(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.float16)]
+    if expected:
+        assert tuple(flops for flops, _ in peaks) == expected and all("NVIDIA" in source for _, source in peaks)
+    else:
+        assert all(flops == 2 * 4096**3 and "measured here" in source for flops, source in peaks)
