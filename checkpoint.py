@@ -26,7 +26,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 EMBEDDING = "transformer.wte.weight"
 
 
-def save(log_dir: str | Path, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, world: World) -> Path:
+def save(log_dir, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, world: World, card=None) -> Path:
     """Writes log_dir/ckpt_{step:06d} from `model` (unwrapped), the optimizers and `state` (plain values; has `step`).
 
     Every rank calls it; rank 0 writes, whatever the sharding the same. A directory of that name is replaced, and is never
@@ -39,7 +39,7 @@ def save(log_dir: str | Path, model: GPT, optimizers: list[torch.optim.Optimizer
         beside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
         for leftover in (beside, old):
             shutil.rmtree(leftover, ignore_errors=True)
-        model.save_pretrained(beside, weights)
+        model.save_pretrained(beside, weights, card)
         torch.save({**state, "optimizer": resize_embedding(optimizer_state, model.config.vocab_size)}, beside / STATE)
         for file in (*beside.iterdir(), beside):
             sync(file)

@@ -95,6 +95,10 @@ def run_script(main) -> None:
     """Calls `main` as every script here ends: a user's mistake or a failing disk is one line on stderr and exit code 1."""
     try:
         main()
+    except SystemExit as end:
+        if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # after the flags, the examples
+            print(sys.modules["__main__"].__doc__)
+        raise
     except (UserError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # `python sample.py | head`: the reader has gone, nothing is wrong
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

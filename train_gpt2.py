@@ -5,6 +5,7 @@ python train_gpt2.py --preset quickstart
 """
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
@@ -30,7 +31,7 @@ import hellaswag
 import plots
 import sample
 from distributed import World
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, pick_dtype
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, peak_flops, pick_dtype
 from tokenizer import UserError, run_script
 
 
@@ -97,6 +98,7 @@ class TrainConfig:
     activation_checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more work
     deterministic: bool = False  # CUDA: bit-identical runs, slower (a CPU is so anyway)
     overfit_single_batch: bool = False  # train on the first batch only: the loss must go to zero
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # where the metrics go besides log_dir
 
 
 PRESETS = {
@@ -119,9 +121,9 @@ PRESETS = {
         data_dir="data/stdlib",
         log_dir="log/quickstart",
         **dict(n_layer=6, n_head=6, n_embd=192, sequence_length=256),
-        **dict(batch_size=8, total_batch_size=2048, max_steps=170, warmup_steps=20, learning_rate=4e-3),
-        **dict(val_every=34, val_tokens=20480, hellaswag_every=170, hellaswag_limit=100, checkpoint_every=170),
-        **dict(sample_every=85, sample_prompt="def ", sample_tokens=96, num_samples=2),
+        **dict(batch_size=8, total_batch_size=2048, max_steps=150, warmup_steps=20, learning_rate=8e-3, optimizer="muon"),
+        **dict(val_every=50, val_tokens=20480, hellaswag_every=150, hellaswag_limit=100, checkpoint_every=150),
+        **dict(sample_every=75, sample_prompt="def ", sample_tokens=96, num_samples=2),
     ),
 }
 
@@ -173,6 +175,8 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
         expect(
             False, f"log_dir {c.log_dir!r} holds a run: add --resume auto to go on with it, --overwrite, or another --log-dir"
         )
+    if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
+        expect(False, f"tracker {c.tracker} is not installed: pip install {c.tracker}")
     if not Path(c.data_dir).is_dir():
         how = {"quickstart": " --source stdlib --data-dir data/stdlib"}.get(c.preset, f" --data-dir {c.data_dir}")
         expect(False, f"data_dir {c.data_dir!r} does not exist: make it with python fineweb.py{how}")
@@ -333,11 +337,13 @@ def quiet(world: World) -> bool:
 
 
 class Log:
-    """The console, log.txt (`{step} {stream} {value}`, as build-nanogpt writes it) and metrics.jsonl; silent off rank 0."""
+    """The console, log.txt (`{step} {stream} {value}`, as build-nanogpt writes it), metrics.jsonl and a tracker; silent off
+    rank 0."""
 
-    def __init__(self, log_dir: str, is_main: bool):
-        self.dir, self.is_main = Path(log_dir), is_main
+    def __init__(self, log_dir: str, is_main: bool, tracker: str = "none"):
+        self.dir, self.is_main, self.tracker = Path(log_dir), is_main, tracker
         self.text, self.metrics = self.dir / "log.txt", self.dir / "metrics.jsonl"
+        self.track, self.close = ignore, ignore
 
     def start(self, run: dict) -> None:
         """Begins a new run: the first line of metrics.jsonl says what it is."""
@@ -346,6 +352,7 @@ class Log:
             checkpoint.prune(self.dir, keep=0)
             self.metrics.write_text(json.dumps({"type": "run", **run}) + "\n")
             self.text.write_text("")
+            self.track, self.close = open_tracker(self.tracker, self.dir, run, 0)
 
     def resume(self, step: int, evaluated: bool, run: dict) -> None:
         """Cuts both files back to a checkpoint's step, so that no step appears twice, and goes on from there."""
@@ -363,6 +370,7 @@ class Log:
                 {"type": "resume", "step": step, **run}
             ]
             replace(self.metrics, "".join(json.dumps(r) + "\n" for r in records))
+            self.track, self.close = open_tracker(self.tracker, self.dir, run, step)
 
     def say(self, message: str = "") -> None:
         if self.is_main:
@@ -380,6 +388,39 @@ class Log:
         if self.is_main:
             with open(self.metrics, "a") as f:
                 f.write(json.dumps({"type": type, "step": step, **values}) + "\n")
+            self.track(step, type, values)
+
+
+def ignore(*_) -> None:
+    pass
+
+
+def open_tracker(name: str, log_dir: Path, run: dict, step: int) -> tuple:
+    """What sends a record (step, type, values) to TensorBoard (files in log_dir), wandb or trackio, and what ends it."""
+    if name == "none":
+        return ignore, ignore
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)  # a resumed run replaces what came after
+        writer.add_text("run", f"```\n{json.dumps(run, indent=2)}\n```", step)
+
+        def write(step: int, type: str, values: dict) -> None:
+            for key, value in values.items():
+                if isinstance(value, (int, float)):
+                    writer.add_scalar(f"{type}/{key}", value, step)
+                elif key == "samples":
+                    writer.add_text("samples", "\n\n---\n\n".join(value), step)
+
+        return write, writer.close
+    service = importlib.import_module(name)  # wandb and trackio share these three calls
+    service.init(project="gpt2", name=log_dir.name, config=run["config"], **({"dir": str(log_dir)} if name == "wandb" else {}))
+
+    def send(step: int, type: str, values: dict) -> None:
+        texts = {key: "\n---\n".join(value) for key, value in values.items() if isinstance(value, list)}
+        service.log({f"{type}/{key}": value for key, value in {**values, **texts}.items()}, step=step)
+
+    return send, service.finish
 
 
 def parse(line: str) -> dict | None:
@@ -403,7 +444,7 @@ def describe_run(config: TrainConfig, world: World, dtype: torch.dtype, batch_si
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "config": dataclasses.asdict(config),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command(),
         "git": git.stdout.strip(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": {"type": world.device.type, "name": name, "processes": world.size, "threads": torch.get_num_threads()},
@@ -502,6 +543,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     examples: list[dict]  # of HellaSwag
+    peak: float  # operations a second of all processes, what MFU is a part of
     step: int = 0  # updates done
     evaluated: bool = False  # whether what is due at this step is done
     cursor: int = 0  # where this step's sequences start
@@ -533,7 +575,7 @@ class Run:
 
 def set_up(config: TrainConfig, world: World) -> Run:
     """Makes the model, the optimizer and the loaders: from nothing, from other weights, or from a checkpoint."""
-    log, stop, device, T = Log(config.log_dir, world.is_main), Stop(world), world.device, config.sequence_length
+    log, stop, device, T = Log(config.log_dir, world.is_main, config.tracker), Stop(world), world.device, config.sequence_length
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
@@ -561,6 +603,8 @@ def set_up(config: TrainConfig, world: World) -> Run:
     if B == 0 or sequences % B:
         B = fit_batch_size(model, raw, config, world, dtype)
     loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
+    peak, whose_peak = peak_flops(device, dtype)
+    log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({whose_peak})")
     betas, muon = (config.beta1, config.beta2), config.optimizer == "muon"
     run = Run(
         *(config, world, log, stop, dtype, raw, world.wrap(model)),
@@ -570,6 +614,7 @@ def set_up(config: TrainConfig, world: World) -> Run:
         # validation is eager and holds its logits, so it takes fewer sequences at a time
         DataLoaderLite(config.data_dir, "val", max(1, min(B, 8192 // T)), T) if config.val_every else loader,
         load_hellaswag(config, world, log),
+        peak * world.size,
         began=time.perf_counter(),
     )
     print_setup(run)
@@ -630,7 +675,11 @@ def save(run: Run) -> Path:
     state = {key: getattr(run, key) for key in ("step", "evaluated", "cursor", "best", "recent", "batch_size")}
     state |= dict(wall=run.wall(), tokens=run.train_loader.num_tokens, dtype=str(run.dtype).removeprefix("torch."))
     state |= dict(config=dataclasses.asdict(run.config), scaler=run.scaler.state_dict(), rng=torch.get_rng_state())
-    run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizers, state, run.world)
+    card = {"data": run.config.data_dir, "steps": run.step, "tokens": f"{run.step * run.config.total_batch_size:,}"}
+    if run.best:
+        card["best validation loss"] = f"{run.best['loss']:.4f} at step {run.best['step']}"
+    card["command"] = command()
+    run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizers, state, run.world, card)
     if run.world.is_main:
         best = Path(run.config.log_dir) / f"ckpt_{run.best['step']:06d}" if run.best else None
         checkpoint.prune(run.config.log_dir, run.config.keep_checkpoints, best)
@@ -671,14 +720,15 @@ def train(config: TrainConfig, world: World) -> None:
     run = set_up(config, world)
     try:
         loop(run)
+        took, memory = duration(run.wall()), peak_memory(world.device) / 2**30
+        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory:.2f} GB")
     except Interrupted:
         if run.step == 0:
             return run.log.say("interrupted before the first update: nothing to save, the same command starts it again")
         path = save(run)
-        return run.log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
-    run.log.say(
-        f"done: {config.max_steps} steps in {duration(run.wall())}, peak memory {peak_memory(world.device) / 2**30:.2f} GB"
-    )
+        run.log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
+    finally:
+        run.log.close()
 
 
 def loop(run: Run) -> None:
@@ -709,13 +759,15 @@ def loop(run: Run) -> None:
         first_step_done = first_step_done or time.perf_counter()  # compilation belongs to the first step
         left = (time.perf_counter() - first_step_done) / max(1, step - start) * (config.max_steps - run.step)
         rate = config.total_batch_size / dt
+        mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
         run.log.say(
             f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} | dt {1000 * dt:.1f}ms | tok/sec {rate:,.0f}"
+            + f" | mfu {mfu:.1%}"
             + (f" | left {duration(left)}" if step > start else "")
             + (f" | no update: {run.skipped}" if run.skipped else "")
         )
         more = {"skipped": run.skipped} if run.skipped else {}
-        more |= dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, tokens=run.step * config.total_batch_size)
+        more |= dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, mfu=mfu, tokens=run.step * config.total_batch_size)
         run.log.value(step, "train", loss, 6, **more, wall=run.wall(), memory=peak_memory(run.world.device))
 
 
@@ -736,10 +788,14 @@ def without_resume() -> list[str]:
     return [a for a in args.split("\0") if a]
 
 
+def command(more: list[str] | None = None) -> str:
+    """What was typed to start this run, or the same with other flags."""
+    n, flags = int(os.environ.get("WORLD_SIZE", 1)), sys.argv[1:] if more is None else more
+    return f"{f'torchrun --standalone --nproc_per_node={n}' if n > 1 else 'python'} {shlex.join(['train_gpt2.py', *flags])}"
+
+
 def command_to_resume() -> str:
-    n = int(os.environ.get("WORLD_SIZE", 1))
-    start = f"torchrun --standalone --nproc_per_node={n}" if n > 1 else "python"
-    return f"{start} {shlex.join(['train_gpt2.py', *without_resume()])} --resume auto"
+    return command([*without_resume(), "--resume", "auto"])
 
 
 def main() -> None:

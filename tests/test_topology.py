@@ -63,18 +63,19 @@ def test_every_number_of_processes_micro_batch_and_sharding_makes_the_same_run(s
     flags = ("--optimizer", optimizer, "--checkpoint-every", 5)
     train(shards, tmp_path / "one", *flags, "--batch-size", 8)
     reference, made = losses(tmp_path / "one"), {}
-    for ranks, B, sharding in itertools.product((1, 2, 4), (1, 2, 4), ("ddp", "zero1", "fsdp")):
+    ways = [(1, "ddp"), *itertools.product((2, 4), ("ddp", "zero1", "fsdp"))]  # one process has nothing to share
+    for (ranks, sharding), B in itertools.product(ways, (1, 2, 4)):
         if ranks * B <= 8:
             log_dir = tmp_path / f"{ranks}-{B}-{sharding}"
             train(shards, log_dir, *flags, "--batch-size", B, "--sharding", sharding, ranks=ranks)
             assert losses(log_dir) == pytest.approx(reference, rel=1e-5), log_dir.name
             made[ranks, sharding] = log_dir
-    for (ranks, sharding), to in itertools.product([(1, "ddp"), (2, "zero1"), (2, "fsdp"), (4, "fsdp")], list(made)):
+    for origin, (ranks, sharding) in itertools.product([(2, "ddp"), (2, "zero1"), (2, "fsdp")], ways):
         log_dir = tmp_path / "moved"
-        shutil.copytree(made[ranks, sharding], log_dir)
-        resume = ("--resume", log_dir / "ckpt_000005", "--sharding", to[1])
-        train(shards, log_dir, *flags, *resume, ranks=to[0])
-        assert losses(log_dir) == pytest.approx(reference, rel=1e-5), f"{ranks} {sharding} -> {to}"
+        shutil.copytree(made[origin], log_dir)
+        resume = ("--resume", log_dir / "ckpt_000005", "--sharding", sharding)
+        train(shards, log_dir, *flags, *resume, ranks=ranks)
+        assert losses(log_dir) == pytest.approx(reference, rel=1e-5), f"{origin} -> {ranks} {sharding}"
         shutil.rmtree(log_dir)
 
 
@@ -143,7 +144,7 @@ def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):
 @pytest.mark.torture
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_thirty_kills_at_random_moments_change_nothing(shards, tmp_path, optimizer):
-    flags = ("--max-steps", 400, "--checkpoint-every", 2, "--keep-checkpoints", 2, "--optimizer", optimizer, "--resume", "auto")
+    flags = ("--max-steps", 200, "--checkpoint-every", 2, "--keep-checkpoints", 2, "--optimizer", optimizer, "--resume", "auto")
     train(shards, tmp_path / "whole", *flags)
     args = (*TINY, "--data-dir", shards, "--log-dir", tmp_path / "cut", *EIGHT_SEQUENCES, *flags)
     args, moments, started = command("train_gpt2.py", *args), random.Random(optimizer), 0.0
@@ -160,7 +161,7 @@ def test_thirty_kills_at_random_moments_change_nothing(shards, tmp_path, optimiz
         assert err == ""
     train(shards, tmp_path / "cut", *flags)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert weights_hash(tmp_path / "cut" / "ckpt_000400") == weights_hash(tmp_path / "whole" / "ckpt_000400")
+    assert weights_hash(tmp_path / "cut" / "ckpt_000200") == weights_hash(tmp_path / "whole" / "ckpt_000200")
     assert not list((tmp_path / "cut").glob(".ckpt*")), "nothing half-written stays"
 
 
@@ -212,9 +213,11 @@ def test_skipped_steps_are_logged_and_the_window_survives_a_resume(shards, tmp_p
 # -- memory
 
 
+@pytest.mark.torture
 def test_memory_stays_flat_over_two_thousand_steps_with_evaluations(shards, tmp_path):
     often = ("--val-every", 100, "--val-tokens", 160, "--sample-every", 200, "--checkpoint-every", 500)
-    train(shards, tmp_path / "log", *TINY, *often, "--max-steps", 2000)
+    # large tensors straight from the system and back, so that only what is really held counts, not holes in the heap
+    train(shards, tmp_path / "log", *TINY, *often, "--max-steps", 2000, MALLOC_MMAP_THRESHOLD_="262144")
     records = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
     memory = {r["step"]: r["memory"] for r in records if r["type"] == "train"}
     assert memory[1999] - memory[600] < 8 * 2**20, "the peak of the process still grows"

@@ -5,6 +5,7 @@ import json
 import math
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def test_a_run_leaves_logs_a_plot_and_checkpoints_that_are_hugging_face_models(s
     assert [int(s) for s, stream, _ in lines if stream == "train"] == list(range(6))
     records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
     assert records[0]["type"] == "run" and records[0]["config"]["max_steps"] == 6 and records[0]["versions"]["torch"]
-    assert {"loss", "lr", "norm", "ms", "tokens_per_sec", "tokens", "wall", "memory"} <= records[2].keys()
+    assert {"loss", "lr", "norm", "ms", "mfu", "tokens_per_sec", "tokens", "wall", "memory"} <= records[2].keys()
     assert (log_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     kept = {p.name for p in checkpoint.checkpoints(log_dir)}
     assert {"ckpt_000004", "ckpt_000006"} <= kept, "the newest two are kept"
@@ -395,3 +396,51 @@ def test_the_command_to_resume_is_the_command_that_was_given(monkeypatch):
     )
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert command_to_resume() == "python train_gpt2.py --sample-prompt 'a b' --max-steps=3 --resume auto"
+
+
+# -- trackers
+
+
+class Service:
+    """What wandb and trackio have in common; remembers what it was told."""
+
+    def __init__(self):
+        self.told, self.finish = [], lambda: self.told.append("finish")
+
+    def init(self, **options):
+        self.told.append(options)
+
+    def log(self, values, step):
+        self.told.append((step, values))
+
+
+@pytest.mark.parametrize("name", ["wandb", "trackio"])
+def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_path, monkeypatch):
+    service = Service()
+    monkeypatch.setitem(sys.modules, name, service)
+    log = Log(str(tmp_path), True, name)
+    log.start({"config": {"n_layer": 2}})
+    log.value(3, "train", 4.5, lr=0.1)
+    log.record(5, "samples", prompt="a", samples=["ab", "ac"])
+    log.close()
+    options, train_values, samples, finish = service.told
+    assert options["config"] == {"n_layer": 2} and options["name"] == tmp_path.name
+    assert train_values == (3, {"train/loss": 4.5, "train/lr": 0.1})
+    assert samples == (5, {"samples/prompt": "a", "samples/samples": "ab\n---\nac"}) and finish == "finish"
+
+
+def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = ("--tracker", "tensorboard", "--val-every", 3, "--val-tokens", 160, "--sample-every", 3)
+    train(shards, tmp_path / "log", *flags)
+    events = reader.EventAccumulator(str(tmp_path / "log" / "tensorboard")).Reload()
+    assert [e.step for e in events.Scalars("val/val_loss")] == [0, 3, 6]
+    assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "log"))
+    assert {"train/lr", "train/norm", "train/tokens_per_sec", "train/mfu"} <= set(events.Tags()["scalars"])
+    assert "samples/text_summary" in events.Tags()["tensors"]
+
+
+def test_a_tracker_that_is_not_installed_is_a_problem_of_the_configuration(shards, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fine = dict(data_dir=str(shards), log_dir="nowhere", sequence_length=16, total_batch_size=64, max_steps=9, warmup_steps=1)
+    assert check(TrainConfig(**fine, tracker="wandb"), 1) == ["tracker wandb is not installed: pip install wandb"]
