@@ -9,11 +9,11 @@ import hashlib
 import json
 import math
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -36,9 +36,6 @@ BLOB_IDS = {  # git's names for the contents of these files
 PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}  # acc, acc_norm on all of val: build-nanogpt's hellaswag.py
 
 
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
 def download(split: str, folder: str | Path = "hellaswag", url: str = URL, blob_ids=BLOB_IDS, attempts=3, patience=1.0) -> Path:
     """The official jsonl of a split (train, val or test), fetched into `folder` unless it is there; whole or not at all.
 
@@ -47,7 +44,7 @@ def download(split: str, folder: str | Path = "hellaswag", url: str = URL, blob_
     """
     if split not in blob_ids:
         raise UserError(f"HellaSwag has no split {split!r}: use one of {', '.join(blob_ids)}")
-    path, url, wanted, problem = Path(folder) / f"hellaswag_{split}.jsonl", url.format(split=split), blob_ids[split], ""
+    path, url, wanted = Path(folder) / f"hellaswag_{split}.jsonl", url.format(split=split), blob_ids[split]
     if path.exists():
         if (found := blob_id(path.read_bytes())) != wanted:
             raise UserError(f"{path} is not the official file (blob id {found}, not {wanted}): delete it to fetch it anew")
@@ -58,18 +55,18 @@ def download(split: str, folder: str | Path = "hellaswag", url: str = URL, blob_
         content, problem, worth_another = fetch(url)
         if not problem and (found := blob_id(content)) != wanted:
             problem = f"{len(content)} bytes with blob id {found} came, {wanted} was expected"
-        if not problem:
-            part = path.with_name(f"{path.name}.{os.getpid()}.part")
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                part.write_bytes(content)
-                os.replace(part, path)
-            except OSError as error:
-                raise UserError(f"HellaSwag cannot be written to {folder} ({error}): name a local file by path") from None
-            return path
-        if not worth_another:
+        if not problem or not worth_another:
             break
-    raise UserError(f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it by path")
+    if problem:
+        raise UserError(f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it by path")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise UserError(f"HellaSwag cannot be written to {folder} ({error}): name a local file by path") from None
+    return path
 
 
 def fetch(url: str, seconds: float = 5) -> tuple[bytes, str, bool]:
@@ -77,33 +74,32 @@ def fetch(url: str, seconds: float = 5) -> tuple[bytes, str, bool]:
     import requests
 
     # The connection is made in a thread: a dead resolver, or eight dead addresses in turn, outlast any timeout of requests.
-    answers: queue.Queue = queue.Queue()
+    connection: futures.Future = futures.Future()
 
     def connect() -> None:
         try:
-            answers.put(requests.get(url, stream=True, timeout=(seconds, 20)))
+            connection.set_result(requests.get(url, stream=True, timeout=(seconds, 20)))
         except requests.RequestException as error:
-            answers.put(error)
+            connection.set_exception(error)
 
     threading.Thread(target=connect, daemon=True).start()
     try:
-        answer = answers.get(timeout=seconds)
-    except queue.Empty:
+        answer = connection.result(seconds)
+    except futures.TimeoutError:
         return b"", f"no answer within {seconds} seconds", False
-    if isinstance(answer, requests.RequestException):
-        return b"", f"no connection: {type(answer).__name__}", False
-    with answer:
-        if answer.status_code != 200:
-            return b"", f"HTTP {answer.status_code} {answer.reason}", answer.status_code >= 500 or answer.status_code == 429
-        content, size = [], int(answer.headers.get("content-length", 0)) or None
-        try:
-            with tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
-                for chunk in answer.iter_content(1 << 16):
-                    content.append(chunk)
-                    bar.update(len(chunk))
-        except requests.RequestException as error:
-            return b"", f"the transfer broke off: {type(error).__name__}", True
-    return b"".join(content), "", True
+    except requests.RequestException as error:
+        return b"", f"no connection: {type(error).__name__}", False
+    if answer.status_code != 200:
+        return b"", f"HTTP {answer.status_code} {answer.reason}", answer.status_code >= 500 or answer.status_code == 429
+    content, size = b"", int(answer.headers.get("content-length", 0)) or None
+    try:
+        with answer, tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
+            for chunk in answer.iter_content(1 << 20):
+                content += chunk
+                bar.update(len(chunk))
+    except requests.RequestException as error:
+        return b"", f"the transfer broke off: {type(error).__name__}", True
+    return content, "", True
 
 
 def blob_id(content: bytes) -> str:
@@ -119,35 +115,30 @@ def iterate_examples(split: str = "val", path: str | Path = "") -> Iterator[dict
     path = Path(path) if path else download(split)
     if not path.is_file():
         raise UserError(f"{path} is not there: HellaSwag as jsonl was expected (without a path it is downloaded)")
-    count = 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
+    number = 0
+    with open(path, "rb") as file:
+        for number, line in ((n, line) for n, line in enumerate(file, 1) if line.strip()):
             try:
                 example = json.loads(line)
             except ValueError as error:
                 raise UserError(f"{path}, line {number} is not JSON ({error}): mend it, or fetch the file again") from None
             check(example, f"{path}, line {number}")
-            count += 1
             yield example
-    if not count:
+    if not number:
         raise UserError(f"{path} is empty: HellaSwag as jsonl was expected, one example a line; fetch it again")
 
 
 def check(example, where: str) -> None:
     """Raises UserError unless this is an example; a label may be missing (the test split has none), but not wrong."""
-    problem = None
-    if not isinstance(example, dict) or not isinstance(example.get("ctx"), str) or not example["ctx"]:
-        problem = "has no text under `ctx`"
-    elif not isinstance(endings := example.get("endings"), list) or not all(isinstance(e, str) for e in endings):
-        problem = "has no list of texts under `endings`"
-    elif len(endings) != 4:
-        problem = f"has {len(endings)} endings"
-    elif "label" in example and str(example["label"]) not in ("0", "1", "2", "3"):
-        problem = f"has the label {example['label']!r}"
-    if problem:
-        raise UserError(f"{where} {problem}: an example is a `ctx`, 4 `endings` and a `label` from 0 to 3; mend or remove it")
+    example, endings = (example, example.get("endings")) if isinstance(example, dict) else ({}, None)
+    problems = [
+        (not isinstance(example.get("ctx"), str) or not example["ctx"], "has no text under `ctx`"),
+        (not isinstance(endings, list) or not all(isinstance(e, str) for e in endings), "has no list of texts under `endings`"),
+        (isinstance(endings, list) and len(endings) != 4, f"has {len(endings or [])} endings"),
+        (str(example.get("label", 0)) not in ("0", "1", "2", "3"), f"has the label {example.get('label')!r}"),
+    ]
+    if found := [problem for wrong, problem in problems if wrong]:
+        raise UserError(f"{where} {found[0]}: an example is a `ctx`, 4 `endings` and a `label` from 0 to 3; mend or remove it")
 
 
 def load_examples(split: str, path: str | Path, limit: int, world: World) -> list[dict]:
@@ -164,7 +155,7 @@ def load_examples(split: str, path: str | Path, limit: int, world: World) -> lis
     return examples
 
 
-def encode_example(example: dict, encode: Callable[[str], list[int]]) -> tuple[list[int], list[list[int]]]:
+def encode_example(example: dict, encode) -> tuple[list[int], list[list[int]]]:
     """The tokens of the context and of each ending, which begins with a space as in running text."""
     return encode(example["ctx"]), [encode(" " + ending) for ending in example["endings"]]
 
@@ -187,41 +178,36 @@ def render_example(example: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
     return tokens, mask, int(example["label"])
 
 
-# -- scoring -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Row:
     """One row of a batch: a context once, then endings side by side, which see the context and themselves.
 
     An ending's last token is predicted but never read. `columns` are where the tokens `targets` are predicted, `slots` whose
-    loss they belong to: 4 × example + ending.
+    loss they belong to: 4 × example + ending. `part` is 0 in the context, 1 to 4 in an ending.
     """
 
     tokens: list[int]
     pos: list[int]
-    part: list[int]  # 0 the context, 1 to 4 an ending
-    columns: list[int] = field(default_factory=list)
-    targets: list[int] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-
-    def add(self, ending: list[int], part: int, slot: int) -> None:
-        C, start, new = self.part.count(0), len(self.tokens), len(ending) - 1
-        self.columns += [C - 1, *range(start, start + new)]  # the context's last token predicts every ending's first
-        self.targets += ending
-        self.slots += [slot] * len(ending)
-        self.tokens += ending[:-1]
-        self.pos += range(C, C + new)
-        self.part += [part] * new
+    part: list[int]
+    columns: list[int]
+    targets: list[int]
+    slots: list[int]
 
 
 def lay_out(n: int, context: list[int], endings: list[list[int]], width: int) -> list[Row]:
     """Example n as few rows of at most `width` tokens; 0: one ending a row."""
-    rows: list[Row] = []
+    rows, C = [], len(context)
     for i, ending in enumerate(endings):
-        if not rows or len(rows[-1].tokens) + len(ending) - 1 > width:
-            rows.append(Row(list(context), list(range(len(context))), [0] * len(context)))
-        rows[-1].add(ending, i + 1, 4 * n + i)
+        new = len(ending) - 1
+        if not rows or len(rows[-1].tokens) + new > width:
+            rows.append(Row([*context], [*range(C)], [0] * C, [], [], []))
+        row, start = rows[-1], len(rows[-1].tokens)
+        row.tokens += ending[:-1]
+        row.pos += range(C, C + new)
+        row.part += [i + 1] * new
+        row.columns += [C - 1, *range(start, start + new)]  # the context's last token predicts every ending's first
+        row.targets += ending
+        row.slots += [4 * n + i] * len(ending)
     return rows
 
 
@@ -338,9 +324,6 @@ def evaluate(model, examples, device, *, world=None, dtype=torch.float32, progre
     return result | {"total": total, "num_truncated": truncated}
 
 
-# -- the command -------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class HellaSwagConfig:
     """Score a GPT-2 on HellaSwag; with torchrun, on many processes."""
@@ -365,19 +348,12 @@ def main() -> None:
         dtype, _ = pick_dtype(world.device, config.dtype)
         start = time.perf_counter()
         result = evaluate(model, examples, world.device, world=world, dtype=dtype, progress=True)
-        if not world.is_main:
-            return
-        seconds = time.perf_counter() - start
-        report(config.model, result, complete=not config.path and not config.limit)
-        print(
-            f"{result['total']} examples in {seconds:.1f} s on {world.size} × {world.device.type}, {dtype}".replace(
-                "torch.", ""
-            )
-        )
-        if config.json:
-            record = dict(
-                model=config.model, path=config.path, dtype=str(dtype).removeprefix("torch."), seconds=seconds, **result
-            )
+        seconds, precision = time.perf_counter() - start, str(dtype).removeprefix("torch.")
+        if world.is_main:
+            report(config.model, result, complete=not config.path and not config.limit)
+            print(f"{result['total']} examples in {seconds:.1f} s on {world.size} × {world.device.type}, {precision}")
+        if world.is_main and config.json:
+            record = dict(model=config.model, path=config.path, dtype=precision, seconds=seconds, **result)
             Path(config.json).write_text(json.dumps(record, indent=2) + "\n")
 
 

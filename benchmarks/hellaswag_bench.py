@@ -1,4 +1,4 @@
-"""hellaswag.evaluate against the loop that scores one example at a time, in alternating runs on a random-weight GPT-2.
+"""hellaswag.evaluate against the loop that scores one example at a time, in turns on a random-weight GPT-2.
 
 python benchmarks/hellaswag_bench.py --path ../shared/data/hellaswag_val_1000.jsonl   (prints a table, then one JSON line)
 """
@@ -25,11 +25,11 @@ from tokenizer import run_script
 
 @dataclass
 class BenchConfig:
-    """Medians of alternating runs over the same random sample of examples."""
+    """Both sides in turn on one small chunk of a random sample after the other, so that a busy machine disturbs both alike."""
 
     path: str = ""  # a jsonl file; empty = download it
     sample: int = 200  # examples, drawn at random: the first ones of the file are short, and flatter the ratio
-    runs: int = 3  # of each
+    chunk: int = 20  # examples at a time
     size: str = "gpt2"  # gpt2 | gpt2-medium | gpt2-large | gpt2-xl
     device: str = "auto"
     dtype: str = "bfloat16"  # auto | float32 | bfloat16 | float16
@@ -61,32 +61,34 @@ def main() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SIZES[config.size])).to(device).eval()
 
-    def batched() -> int:
+    def batched(chunk: list[dict]) -> int:
         options = dict(dtype=dtype, tokens_per_batch=config.tokens_per_batch)
-        return hellaswag.evaluate(model, examples, device, **options)["num_correct_norm"]
+        return hellaswag.evaluate(model, chunk, device, **options)["num_correct_norm"]
 
-    sides = {"loop": lambda: one_at_a_time(model, examples, device, dtype), "batched": batched}
+    sides = {"loop": lambda chunk: one_at_a_time(model, chunk, device, dtype), "batched": batched}
     sides = {name: run for name, run in sides.items() if config.only in ("", name)}
-    seconds, correct = {name: [] for name in sides}, {}
-    hellaswag.evaluate(model, examples[:8], device, dtype=dtype)  # warm up
-    one_at_a_time(model, examples[:2], device, dtype)
-    for _ in range(config.runs):
+    for run in sides.values():
+        run(examples[:2])  # warm up
+    seconds, correct = {name: [] for name in sides}, dict.fromkeys(sides, 0)
+    for i in range(0, len(examples), config.chunk):
         for name, run in sides.items():
             start = time.perf_counter()
-            correct[name] = run()
+            correct[name] += run(examples[i : i + config.chunk])
             seconds[name].append(time.perf_counter() - start)
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    for name, median in medians.items():
-        runs = ", ".join(f"{t:.1f}" for t in seconds[name])
-        print(f"{name:8} {1000 * median / len(examples):7.1f} ms an example, {correct[name]}/{len(examples)} right ({runs} s)")
-    if len(medians) == 2:
-        print(f"ratio {medians['loop'] / medians['batched']:.2f}")
+    for name, times in seconds.items():
+        print(f"{name:8} {1000 * sum(times) / len(examples):7.1f} ms an example, {correct[name]}/{len(examples)} right")
+    ratios = sorted(a / b for a, b in zip(*seconds.values(), strict=True)) if len(seconds) == 2 else []
+    if ratios:
+        whole = sum(seconds["loop"]) / sum(seconds["batched"])
+        print(
+            f"ratio {whole:.2f} over all; by chunk {ratios[0]:.2f} to {ratios[-1]:.2f}, median {statistics.median(ratios):.2f}"
+        )
     on_cpu = device.type == "cpu"  # ru_maxrss is in KiB on Linux
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if on_cpu else torch.cuda.max_memory_allocated()
     record = dict(
         config=vars(config), threads=torch.get_num_threads(), torch=torch.__version__, seconds=seconds, peak_bytes=peak
     )
-    print(json.dumps(record | dict(medians=medians, correct=correct)))
+    print(json.dumps(record | dict(ratios=ratios, correct=correct)))
 
 
 if __name__ == "__main__":

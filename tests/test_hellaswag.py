@@ -2,6 +2,7 @@
 
 import http.server
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, SHARED_DATA, environment, run_script
+from conftest import ROOT, SHARED_DATA, TINY, environment, run_script
 
 import hellaswag
 from distributed import World
@@ -271,6 +272,38 @@ def test_scoring_between_compiled_steps_compiles_nothing_and_changes_nothing():
     assert losses(True) == (without, graphs) and graphs > 0
 
 
+TWO_RUNS = """
+import sys
+from torch._dynamo.utils import counters
+import torch, train_gpt2
+
+common = sys.argv[1:]
+for every in "0", "5":
+    torch._dynamo.reset()
+    counters.clear()
+    sys.argv = ["train_gpt2.py", *common, "--log-dir", f"every{every}", "--hellaswag-every", every]
+    train_gpt2.main()
+    print("graphs", counters["stats"]["unique_graphs"])
+"""
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_with_hellaswag_is_the_run_without_it_bit_for_bit(tmp_path, shards):
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in made_examples(9)))
+    args = [*TINY, "--compile", "--data-dir", shards, "--checkpoint-every", 6, "--hellaswag-path", tmp_path / "examples.jsonl"]
+    launch = [sys.executable, "-c", TWO_RUNS, *map(str, args)]
+    where = dict(cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
+    done = subprocess.run(launch, **where, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    graphs = [int(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("graphs")]
+    assert len(graphs) == 2 and graphs[0] == graphs[1] > 0
+    without, with_score = [(tmp_path / f"every{n}" / "log.txt").read_text().splitlines() for n in (0, 5)]
+    assert [line.split()[:2] for line in with_score if "hella" in line] == [["0", "hella"], ["5", "hella"], ["6", "hella"]]
+    assert without == [line for line in with_score if "hella" not in line] and len(without) >= 6
+    weights = [(tmp_path / f"every{n}" / "ckpt_000006" / "model.safetensors").read_bytes() for n in (0, 5)]
+    assert weights[0] == weights[1]
+
+
 # -- download ----------------------------------------------------------------------------------------------------------
 
 CONTENT = (json.dumps(GOOD) + "\n").encode() * 50
@@ -476,31 +509,23 @@ metric_list: [{{metric: acc}}]
 """
 
 
-def test_lm_evaluation_harness_gives_a_checkpoint_the_same_score(tmp_path):
+def test_lm_evaluation_harness_gives_a_checkpoint_of_training_the_same_score(tmp_path, shards):
     pytest.importorskip("lm_eval")
-    examples = some_examples(100)
-    model = small_model(512)
-    model.save_pretrained(tmp_path / "model")
+    examples, log_dir = some_examples(100), tmp_path / "log"
+    args = ["--data-dir", shards, "--log-dir", log_dir, "--checkpoint-every", 6, "--sequence-length", 512]
+    run_script("train_gpt2.py", *TINY, *args, "--batch-size", 1, "--total-batch-size", 512, "--max-steps", 6)
+    checkpoint = log_dir / "ckpt_000006"
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
     (tmp_path / "local_hellaswag.yaml").write_text(TASK.format(path=tmp_path / "examples.jsonl"))
-    args = ["--model", "hf", "--model_args", f"pretrained={tmp_path / 'model'},dtype=float32", "--device", "cpu"]
-    args += [
-        "--tasks",
-        "local_hellaswag",
-        "--include_path",
-        str(tmp_path),
-        "--log_samples",
-        "--output_path",
-        str(tmp_path / "out"),
-    ]
+    args = ["--model", "hf", "--model_args", f"pretrained={checkpoint},dtype=float32", "--device", "cpu", "--log_samples"]
+    args += ["--tasks", "local_hellaswag", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
     offline = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HOME=str(tmp_path / "cache"))
     done = subprocess.run([sys.executable, "-m", "lm_eval", *args], env=environment(**offline), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (samples,) = (tmp_path / "out").rglob("samples_*.jsonl")
     theirs = {sample["doc_id"]: sample for sample in map(json.loads, samples.read_text().splitlines())}
-    losses, _, _ = score(model, examples, "cpu")
-    labels = [example["label"] for example in examples]
-    for n, (ours, label) in enumerate(zip(losses, labels, strict=True)):
+    losses, _, _ = score(GPT.from_pretrained(checkpoint), examples, "cpu")
+    for n, (ours, example) in enumerate(zip(losses, examples, strict=True)):
         loglikelihoods = [float(response[0]) for response in theirs[n]["filtered_resps"]]
         np.testing.assert_allclose(-ours, loglikelihoods, atol=1e-3)
-        assert theirs[n]["acc"] == float(ours.argmin() == label)
+        assert theirs[n]["acc"] == float(ours.argmin() == example["label"])
