@@ -4,13 +4,12 @@
     python fineweb.py --source stdlib --data-dir data/stdlib     the running Python's standard library, no network
     python fineweb.py --source 'mine/*.jsonl' notes.txt          your own text
 
-One thread reads (`documents`), processes `tokenize`, `pack` cuts the one long stream of tokens into shards, and `save`
-writes each of them whole or not at all, with the place to go on from in `manifest.json`. Kill it whenever you like and
-start it again: the result is byte for byte that of a run left alone. Memory stays flat: under 1 GB for this process.
+`documents` reads, processes `tokenize`, `pack` cuts the one long stream of tokens into shards, and `save` writes each of
+them whole or not at all, with the place to go on from in `manifest.json`. Kill it whenever you like and start it again: the
+result is byte for byte that of a run left alone. Memory stays flat: under 1 GB for this process.
 """
 
 import codecs
-import contextlib
 import glob
 import gzip
 import hashlib
@@ -19,7 +18,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import queue
 import re
 import shutil
 import signal
@@ -28,10 +26,12 @@ import sysconfig
 import threading
 import time
 import tokenize as python_source
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -48,14 +48,11 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "openwebtext": "hub:Skylion007/openwebtext",
 }
 TINYSHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-KINDS = {".txt": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".json": "jsonl", ".json.gz": "jsonl", ".parquet": "parquet"}
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "_bundled", "pydoc_data", "__pycache__"}
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20  # what a worker gets at a time, at most
 STRETCH = 2**20  # bytes of a text file that are one piece of work
-DOWNLOAD = 2**24  # bytes asked of the hub at a time
-RETRY_SECONDS = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)
-PATIENCE = {"hf": 10, "https": 3}  # how often reading is tried again; a local file is not
-COUNTS = ("documents", "duplicates", "contaminated", "cuts", "dropped", "hashes")  # of what the manifest counts
+WAITS = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)  # seconds before reading from the network is tried again
+COUNTS = ("documents", "contaminated", "cuts", "dropped", "duplicates", "hashes")  # what the manifest counts
 
 
 @dataclass
@@ -94,138 +91,38 @@ class Config:
     verify: bool = False
 
 
-class TextFile(NamedTuple):
-    url: str
-    kind: str  # a key of READERS
-    column: str
-    name: str  # for people, and for noticing that the corpus has changed
-    size: int
-
-
-class Piece(NamedTuple):
-    """A document, or a stretch of one that is a long text file. Reading `file` from `position` on gives it again."""
-
-    file: int
-    position: int  # row of a parquet file, byte of any other
-    starts: bool  # the document starts here
-    whole: bool  # it starts and ends here
-    text: str
-
-
 # ---- sources ---------------------------------------------------------------------------------------------------------
 
 
-def find_files(source: str, column: str) -> list[TextFile]:
-    """The local files behind one `--source`, in the order in which they are read."""
-    if source == "stdlib":
-        root = Path(sysconfig.get_path("stdlib"))
-        modules = [path.relative_to(root) for path in root.rglob("*.py")]
-        modules = [path.as_posix() for path in modules if not NOT_MODULES & set(path.parts)]
-        # An order that looks random but is always the same makes the held-out start a fair sample of all packages.
-        modules.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        return [TextFile(str(root / name), "python", "", name, (root / name).stat().st_size) for name in modules]
-    if source == "tinyshakespeare":
-        return [TextFile(TINYSHAKESPEARE, "text", "", source, 0)]
-    paths = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
-    if not paths:
-        raise UserError(f"--source {source}: no such file, and no known source; `python fineweb.py --help` lists those")
-    for path in paths:
-        if not kind_of(path) or not os.path.isfile(path):
-            raise UserError(f"--source {path} is no .txt, .jsonl or .parquet file; of a folder, give the files: '{path}/*.txt'")
-    return [TextFile(path, kind_of(path), column, path, os.path.getsize(path)) for path in paths]
+class Piece(NamedTuple):
+    """A document, or a stretch of one that is a long text file. Reading its file from `position` on gives it again."""
+
+    position: int  # a row, or the byte at which a line or a stretch begins
+    text: str
+    starts: bool = True  # the document starts here
+    whole: bool = True  # it starts and ends here
 
 
-def kind_of(path: str) -> str:
-    return next((kind for suffix, kind in KINDS.items() if path.endswith(suffix)), "")
-
-
-def find_on_hub(source: str, column: str, revision: str) -> tuple[list[TextFile], str]:
-    """The files of a dataset on the hub, and the commit that they are of. `datasets` says which they are; they are read
-    here, because its own streaming would begin a file of gigabytes again after each interruption."""
-    from datasets import load_dataset_builder
-    from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
-
-    disable_progress_bars()
-    repository, config, split, of_column = (source.removeprefix("hub:").split(":") + [""] * 3)[:4]
-    split = split or "train"
-    commit = HfApi().dataset_info(repository, revision=revision or None).sha
-    try:
-        splits = load_dataset_builder(repository, config or None, revision=commit).config.data_files or {}
-    except (ValueError, RuntimeError) as error:  # no such configuration; a loading script, which nobody should run
-        raise UserError(f"{source}: {str(error).splitlines()[0]} (--revision refs/convert/parquet may help)") from None
-    if split not in splits:
-        raise UserError(f"{source} has no split {split!r} but {', '.join(splits)}; write hub:OWNER/NAME:CONFIG:SPLIT")
-    for url in splits[split]:
-        if not kind_of(url):
-            raise UserError(
-                f"{url} is neither parquet nor jsonl, so it cannot be read; --revision refs/convert/parquet may help"
-            )
-    return [TextFile(url, kind_of(url), of_column or column, url, 0) for url in splits[split]], commit
-
-
-def find_sources(config: Config, commits: dict[str, str]) -> tuple[list[TextFile], list[dict]]:
-    """All files to read, and what the manifest says of them; `commits` are those that an earlier start has settled on."""
-    files, sources = [], []
-    for source in config.source:
-        hub, commit = HUB.get(source, source), None
-        if hub.startswith("hub:"):
-            found, commit = patiently(hub, find_on_hub, hub, config.column, commits.get(source) or config.revision)
-        else:
-            found = find_files(source, config.column)
-        sources.append({"source": source, "commit": commit, "files": len(found), "names_sha256": fingerprint(found)})
-        files += found
-    return files, sources
-
-
-def fingerprint(files: list[TextFile]) -> str:
-    return hashlib.sha256("".join(f"{file.name} {file.size}\n" for file in files).encode()).hexdigest()
-
-
-def patiently(what: str, work, *args):
-    """The result of work(*args), tried again a few times where the network fails."""
-    for failures in itertools.count():
-        try:
-            return work(*args)
-        except Exception as error:
-            wait_or_give_up(what, error, failures, 3)
-
-
-def wait_or_give_up(what: str, error: Exception, failures: int, patience: int) -> None:
-    """Waits before something is tried again, longer each time; raises UserError where waiting is no use."""
-    if isinstance(error, UserError):
-        raise error
-    reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-    status = getattr(getattr(error, "response", None), "status_code", 0)
-    if failures >= patience or status in (401, 403, 404) or isinstance(error, FileNotFoundError):
-        raise UserError(f"{what} cannot be read ({reason}); that mended, the same command goes on from here") from error
-    print(f"\n{what}: {reason}; trying again in {RETRY_SECONDS[failures]} s", file=sys.stderr)
-    time.sleep(RETRY_SECONDS[failures])
+class File(NamedTuple):
+    name: str
+    size: int  # with the name, for noticing that the corpus has changed
+    read: Callable[[int], Iterator[Piece]]
 
 
 def open_file(url: str):
-    """A local or remote file, opened for reading bytes."""
-    if url.startswith("hf://"):
-        from huggingface_hub import HfFileSystem
-
-        f = HfFileSystem().open(url, block_size=DOWNLOAD)
-    elif url.startswith("https://"):
+    if url.startswith("https:"):
         import requests
 
-        response = requests.get(url, timeout=30)
-        response.raise_for_status()
-        f = io.BytesIO(response.content)
-    else:
-        f = open(url, "rb")  # noqa: SIM115
-    return gzip.open(f) if url.endswith(".gz") else f
+        return io.BytesIO(requests.get(url, timeout=30).content)
+    return gzip.open(url) if url.endswith(".gz") else open(url, "rb")
 
 
-def read_text(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
+def read_text(path: str, _: str, position: int) -> Iterator[Piece]:
     """A text file is one document, read in stretches that tokenize as the whole would: none of GPT-2's words goes on from
     a visible character into a space, so that between these two it may be cut."""
-    wanted = STRETCH
-    with open_file(file.url) as f:
-        while True:
+    wanted, ended = STRETCH, False
+    with open_file(path) as f:
+        while not ended:
             f.seek(position)
             data = f.read(wanted)
             ended = len(data) < wanted
@@ -233,139 +130,204 @@ def read_text(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, 
                 text, _ = codecs.utf_8_decode(data, "strict", ended)
             except UnicodeDecodeError as error:
                 at = position + error.start
-                raise UserError(f"{file.name} is not UTF-8 (byte {at}): iconv -f ITS_ENCODING -t UTF-8 converts it") from None
-            if ended:
-                yield position, position == 0, position == 0, text
-                return
-            if cut := re.match(r".*\S(?=\s)", text, re.DOTALL):
-                yield position, position == 0, False, cut[0]
-                position += len(cut[0].encode())
-            wanted = STRETCH if cut else 2 * wanted
+                raise UserError(f"{path} is not UTF-8 (byte {at}): iconv -f ITS_ENCODING -t UTF-8 converts it") from None
+            if not ended:
+                cut = re.match(r".*\S(?=\s)", text, re.DOTALL)
+                wanted = STRETCH if cut else 2 * wanted
+                text = cut[0] if cut else ""
+            if text or ended:
+                yield Piece(position, text, position == 0, ended and position == 0)
+            position += len(text.encode())
 
 
-def read_python(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """A module is one document, in the encoding that it declares."""
-    data = Path(file.url).read_bytes()
-    encoding, _ = python_source.detect_encoding(io.BytesIO(data).readline)
-    yield 0, True, True, data.decode(encoding)
+def read_python(path: Path, position: int) -> Iterator[Piece]:
+    with python_source.open(path) as f:  # in the encoding that the module declares
+        yield Piece(position, f.read())
 
 
-def read_jsonl(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
+def read_jsonl(path: str, column: str, position: int) -> Iterator[Piece]:
     """Each line is an object whose `column` is a document."""
-    with open_file(file.url) as f:
+    with open_file(path) as f:
         f.seek(position)
         for line in f:
             if line.strip():
                 try:
-                    text = json.loads(line.decode())[file.column]
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{file.name} is not UTF-8 (byte {position + error.start}); convert it first") from None
+                    text = json.loads(line)[column]
                 except (ValueError, KeyError, TypeError):
                     text = None
                 if not isinstance(text, str):
-                    expected = f"a JSON object with a text as its {file.column!r} was expected; --column names another"
-                    raise UserError(f"{file.name}, byte {position}: {expected}")
-                yield position, True, True, text
+                    expected = f"a JSON object in UTF-8 with a text as its {column!r} was expected; --column names another"
+                    raise UserError(f"{path}, byte {position}: {expected}")
+                yield Piece(position, text)
             position += len(line)
 
 
-def read_parquet(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """Each row's `column` is a document; no other column is read. A null is an empty document."""
+def read_parquet(path: str, column: str, position: int) -> Iterator[Piece]:
+    """Each row's `column` is a document, a null an empty one. Not by way of `datasets`, which takes a second to start and three
+    times the memory, and reads a file from its start to find a row."""
     import pyarrow.parquet as pq
 
-    with open_file(file.url) as f:
-        parquet = pq.ParquetFile(f, buffer_size=STRETCH, pre_buffer=False)  # pre-buffering holds the whole column
-        names = parquet.schema_arrow.names
-        if file.column not in names:
-            raise UserError(f"{file.name} has no column {file.column!r} but {', '.join(names)}; --column names another")
-        rows = np.cumsum([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)], dtype=int)
-        group = int(np.searchsorted(rows, position, side="right"))  # the row group that holds `position`
-        row = int(rows[group - 1]) if group else 0
-        groups = range(group, parquet.num_row_groups)
-        for batch in parquet.iter_batches(100, groups, [file.column], use_threads=False):
-            for text in batch.column(0).to_pylist():
-                if not isinstance(text, str | None):
-                    raise UserError(
-                        f"{file.name} has no text in column {file.column!r}; --column names another: {', '.join(names)}"
-                    )
-                if row >= position:
-                    yield row, True, True, text or ""
-                row += 1
+    with pq.ParquetFile(path, buffer_size=STRETCH, pre_buffer=False) as parquet:  # pre-buffering holds the whole column
+        check_column(path, column, parquet.schema_arrow.names)
+        ends = np.cumsum([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)], dtype=int)
+        group = int(np.searchsorted(ends, position, side="right"))  # the one that holds `position`
+        batches = parquet.iter_batches(100, range(group, len(ends)), [column], use_threads=False)
+        row = int(ends[group - 1]) if group else 0
+        yield from itertools.dropwhile(lambda piece: piece.position < position, pieces_of(path, column, row, batches))
 
 
-def length_of(file: TextFile) -> int:
-    """The end of what `position` counts in a file."""
-    with open_file(file.url) as f:
-        if file.kind == "parquet":
-            import pyarrow.parquet as pq
-
-            return pq.ParquetFile(f).metadata.num_rows
-        return f.seek(0, os.SEEK_END) if file.kind != "python" else 1
+def read_hub(stream, url: str, column: str, position: int) -> Iterator[Piece]:
+    yield from pieces_of(url, column, position, stream.skip(position).with_format("arrow").iter(batch_size=100))
 
 
-READERS = {"text": read_text, "python": read_python, "jsonl": read_jsonl, "parquet": read_parquet}
+def pieces_of(name: str, column: str, first: int, batches: Iterable) -> Iterator[Piece]:
+    """The documents in Arrow's batches of rows, `first` being the number of the first."""
+    for row, text in enumerate((text for batch in batches for text in batch.column(column).to_pylist()), first):
+        if not isinstance(text, str | None):
+            raise UserError(f"{name} has no text in column {column!r}; --column names another")
+        yield Piece(row, text or "")
 
 
-def read(file: TextFile, position: int) -> Iterator[tuple[int, bool, bool, str]]:
-    """The pieces of a file from a position on. Where the network fails it waits, and goes on from the same place."""
-    failures, done = 0, -1
+def check_column(name: str, column: str, names: Iterable[str]) -> None:
+    if column not in names:
+        raise UserError(f"{name} has no column {column!r} but {', '.join(names)}; --column names another")
+
+
+READERS = {".txt": read_text, ".parquet": read_parquet}
+READERS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".json", ".json.gz"), read_jsonl)
+
+
+def find_files(source: str, column: str) -> list[File]:
+    """The files behind one `--source` that is not on the hub, in the order in which they are read."""
+    if source == "stdlib":
+        root = Path(sysconfig.get_path("stdlib"))
+        modules = [path.relative_to(root) for path in root.rglob("*.py")]
+        modules = [path.as_posix() for path in modules if not NOT_MODULES & set(path.parts)]
+        # An order that looks random but is always the same makes the held-out start a fair sample of all packages.
+        modules.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        return [File(name, (root / name).stat().st_size, partial(read_python, root / name)) for name in modules]
+    if source == "tinyshakespeare":
+        return [File(TINYSHAKESPEARE, 0, partial(read_text, TINYSHAKESPEARE, ""))]
+    paths = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
+    if not paths:
+        raise UserError(f"--source {source}: no such file, and no known source; `python fineweb.py --help` lists those")
+    files = []
+    for path in paths:
+        reader = next((reader for suffix, reader in READERS.items() if path.endswith(suffix)), None)
+        if not reader or not os.path.isfile(path):
+            raise UserError(f"--source {path} is no .txt, .jsonl or .parquet file; of a folder, give the files: '{path}/*.txt'")
+        files.append(File(path, os.path.getsize(path), partial(reader, path, column)))
+    return files
+
+
+def find_on_hub(source: str, column: str, revision: str, _: int) -> Iterator[tuple[int, list[File], str]]:
+    """The files of a dataset on the hub, and the commit that they are of: one item, so that `patiently` can ask again."""
+    os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import torch, 200 MB for nothing
+    from datasets import load_dataset_builder
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    repository, config, split, of_column = (source.removeprefix("hub:").split(":") + [""] * 3)[:4]
+    column, split, hint = of_column or column, split or "train", "--revision refs/convert/parquet may help"
+    commit = HfApi().dataset_info(repository, revision=revision or None).sha
+    try:  # load_dataset(..., streaming=True) in two steps, for a look at the files in between
+        builder = load_dataset_builder(repository, config or None, revision=commit)
+    except (ValueError, RuntimeError) as error:  # no such configuration; a loading script, which nobody should run
+        raise UserError(f"{source}: {str(error).splitlines()[0]} ({hint})") from None
+    splits = builder.config.data_files or {}
+    if split not in splits:
+        raise UserError(f"{source} has no split {split!r} but {', '.join(splits)}; write hub:OWNER/NAME:CONFIG:SPLIT")
+    if strange := [url for url in splits[split] if not url.endswith(tuple(READERS)) or url.endswith(".txt")]:
+        raise UserError(f"{strange[0]} is neither parquet nor jsonl, so it cannot be read; {hint}")
+    stream, n = builder.as_streaming_dataset(split), len(splits[split])
+    check_column(source, column, stream.features or [column])
+    streams = [stream.select_columns(column).shard(n, i) for i in range(n)]  # one for each file
+    yield 0, [File(url, 0, partial(read_hub, streams[i], url, column)) for i, url in enumerate(splits[split])], commit
+
+
+def find_sources(config: Config, commits: dict[str, str]) -> tuple[list[File], list[dict]]:
+    """All files to read, and what the manifest says of them; `commits` are those that an earlier start has settled on."""
+    files, sources = [], []
+    for source in config.source:
+        hub, commit = HUB.get(source, source), None
+        if hub.startswith("hub:"):
+            find = partial(find_on_hub, hub, config.column, commits.get(source) or config.revision)
+            _, found, commit = next(patiently(hub, find))
+        else:
+            found = find_files(source, config.column)
+        sources.append({"source": source, "commit": commit, "files": len(found)})
+        files += found
+    return files, sources
+
+
+def fingerprint(files: list[File]) -> str:
+    return hashlib.sha256("".join(f"{file.name} {file.size}\n" for file in files).encode()).hexdigest()
+
+
+def patiently(name: str, read: Callable, position: int = 0) -> Iterator:
+    """What read(position) gives. Where the network fails it waits, longer each time, and goes on from the last place."""
+    waits = WAITS if re.match("hub:|hf:|https:", name) else ()
+    failures, done = 0, None
     while True:
         try:
-            for piece in READERS[file.kind](file, position):
-                if piece[0] > done:
+            for piece in read(position):
+                if piece[0] != done:
                     yield piece
                     failures, position, done = 0, piece[0], piece[0]
             return
+        except UserError:
+            raise
         except Exception as error:
-            wait_or_give_up(file.name, error, failures, PATIENCE.get(file.url.partition(":")[0], 0))
-            failures += 1
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            gone = getattr(getattr(error, "response", None), "status_code", 0) in (401, 403, 404)
+            if gone or isinstance(error, FileNotFoundError) or failures == len(waits):
+                raise UserError(f"{name} cannot be read ({reason}); that mended, the same command goes on") from error
+        print(f"\n{name}: {reason}; trying again in {waits[failures]} s", file=sys.stderr)
+        time.sleep(waits[failures])
+        failures += 1
 
 
-def documents(files: list[TextFile], first: int = 0, position: int = 0) -> Iterator[list[Piece]]:
-    """All text from a position in the first file on, in batches of work for `tokenize`."""
-    batch, chars = [], 0
-    for index in range(first, len(files)):
-        for piece in read(files[index], position if index == first else 0):
-            batch.append(Piece(index, *piece))
-            chars += len(batch[-1].text)
+def documents(files: list[File], first: int = 0, position: int = 0) -> Iterator[tuple[int, list[Piece]]]:
+    """All text from a position in the first file on, in batches of work for `tokenize`: (number of the file, pieces)."""
+    batch, chars, begun = [], 0, first
+    for i, file in enumerate(files[first:], first):
+        for piece in patiently(file.name, file.read, position if i == first else 0):
+            begun = begun if batch else i
+            batch.append(piece)
+            chars += len(piece.text)
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                yield batch
+                yield begun, batch
                 batch, chars = [], 0
     if batch:
-        yield batch
+        yield begun, batch
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
 
-SPACE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"  # white space to GPT-2's pattern
-LONG_SPACE = re.compile(f"(?<![{SPACE}])([{SPACE}]{{100000,}})(?=[{SPACE}][^{SPACE}])")
-PUNCTUATION = re.compile(r"[^\w\s]|_")
 START = np.array([EOT], np.uint32)
-benchmark: "Benchmark | None" = None  # of a worker: what --decontaminate looks for
+PUNCTUATION = re.compile(r"[^\w\s]|_")
+LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{100000})")  # the place before it
 
 
 def encode(text: str) -> list[np.ndarray]:
     """GPT-2 tokens of a text. A literal <|endoftext|> stays text; a lone surrogate becomes U+FFFD, as in tiktoken itself."""
     try:
         # tiktoken panics where a million spaces precede a word. All but the last of them are one piece in GPT-2's pattern.
-        parts = LONG_SPACE.split(text) if len(text) > 100_000 else [text]
+        parts = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
         return [get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts]
     except UnicodeEncodeError:
         return encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-class Benchmark(NamedTuple):
+class Benchmark:
     """What must not be trained on, as in the GPT-3 paper's appendix C: any of its 13 words in a row, in lower case and without
     punctuation. (Not the exception made there of what more than ten documents share: that takes a second pass.)"""
 
-    vocabulary: dict[str, int]
-    hashes: np.ndarray  # uint64, sorted: of every 13 consecutive words
-
-    @classmethod
-    def of(cls, texts: Iterable[str]) -> "Benchmark":
+    def __init__(self, texts: Iterable[str]):
         words = [word for text in texts for word in [*words_of(text), ""]]  # "" parts the texts
-        vocabulary = {word: i for i, word in enumerate(sorted(set(words)))}
-        return cls(vocabulary, np.unique(cls(vocabulary, np.empty(0)).grams(words)[1]))
+        self.vocabulary = {word: i for i, word in enumerate(sorted(set(words)))}
+        self.hashes = np.unique(self.grams(words)[1])
 
     def grams(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
         """The places at which 13 words of the vocabulary stand in a row, and their hashes. Word 0 is no word."""
@@ -377,16 +339,10 @@ class Benchmark(NamedTuple):
             hashes = hashes * np.uint64(0x9E3779B97F4A7C15) + ids[places + i]  # modulo 2**64
         return places, hashes
 
-    def find(self, texts: list[str]) -> dict[int, list[int]]:
-        """For each text that shares 13 words in a row with the benchmark: the numbers of the first words of all matches."""
-        words = [[*words_of(text), ""] for text in texts]
-        ends = np.cumsum([len(w) for w in words])
-        places, hashes = self.grams(list(itertools.chain.from_iterable(words)))
-        places = places[self.hashes.searchsorted(hashes) < self.hashes.searchsorted(hashes, side="right")]
-        found = {}
-        for place, text in zip(places, np.searchsorted(ends, places, side="right"), strict=True):
-            found.setdefault(int(text), []).append(int(place - ends[text] + len(words[text])))
-        return found
+    def find(self, text: str) -> list[int]:
+        """The numbers of the words at which 13 words in a row begin that the benchmark has, too."""
+        places, hashes = self.grams(words_of(text))
+        return places[self.hashes.searchsorted(hashes) < self.hashes.searchsorted(hashes, side="right")].tolist()
 
 
 def words_of(text: str) -> list[str]:
@@ -408,6 +364,9 @@ def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
     return [(a, b) for a, b in left if b - a >= 200] if cuts <= 10 else [], cuts
 
 
+benchmark: Benchmark | None = None  # of a worker: what --decontaminate looks for
+
+
 def start_worker(of_worker: Benchmark | None) -> None:
     """A worker leaves Ctrl-C to its parent, and ends when the parent does, however that happens."""
     global benchmark
@@ -417,77 +376,39 @@ def start_worker(of_worker: Benchmark | None) -> None:
     get_tokenizer()
 
 
-def tokenize(texts: list[str], starts: list[bool], hashed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[bytes]]:
-    """Runs in the workers: texts → their tokens as uint16, the number of tokens in each text, (contaminated, cuts, dropped)
-    of each, and a hash of each if `hashed`."""
-    found = benchmark.find(texts) if benchmark else {}
-    tokens, lengths, counts = [START[:0]], np.zeros(len(texts), int), np.zeros((len(texts), 3), int)
-    for i, text in enumerate(texts):
-        parts = [(0, len(text))]
-        if i in found:
-            parts, cuts = cut_out(text, found[i])
-            counts[i] = 1, cuts, not parts
+def tokenize(pieces: list[Piece], hashed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[bytes]]:
+    """Runs in the workers. For n pieces: their tokens as uint16; the number of tokens of each; its share in the COUNTS,
+    (n, len(COUNTS)); if `hashed`, its hash."""
+    tokens, lengths, counts = [START[:0]], np.zeros(len(pieces), int), np.zeros((len(pieces), len(COUNTS)), int)
+    for i, (_, text, starts, _) in enumerate(pieces):
+        parts, cuts = [(0, len(text))], 0
+        if benchmark and (matches := benchmark.find(text)):
+            parts, cuts = cut_out(text, matches)
+        counts[i, :4] = starts, cuts > 0, cuts, not parts
         for start, end in parts:
-            encoded = ([START] if start or starts[i] else []) + encode(text[start:end])
+            encoded = ([START] if start or starts else []) + encode(text[start:end])
             lengths[i] += sum(map(len, encoded))
             tokens += encoded
-    hashes = [hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16).digest() for text in texts] if hashed else []
+    hashes = [hashlib.blake2b(piece.text.encode(errors="surrogatepass"), digest_size=16).digest() for piece in pieces if hashed]
     return np.concatenate(tokens).astype(np.uint16), lengths, counts, hashes
 
 
-@contextlib.contextmanager
-def worker_pool(workers: int, of_workers: Benchmark | None) -> Iterator[ProcessPoolExecutor]:
-    """Processes that tokenize, gone at the end of the `with` block but for what they have already begun."""
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # its word on a killed process's semaphores
-    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(of_workers,))
-    try:
-        pool.submit(os.getpid).result()  # where processes are forked, do so before there are threads
-        yield pool
-    except BrokenProcessPool:
-        message = "a worker was killed, perhaps for want of memory: the same command goes on, with --workers 1 it needs least"
-        raise UserError(message) from None
-    except KeyboardInterrupt:
-        print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
-        os._exit(130)  # at once, workers and all: reading may be waiting for the network, writing for the disk
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def background(function, *args) -> Future:
-    """Calls a function in a thread that does not keep the process from ending."""
-    future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*args))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def in_workers(pool: ProcessPoolExecutor, batches: Iterable[list[Piece]], ahead: int, hashed: bool) -> Iterator[tuple]:
-    """Each batch with its result from `tokenize`, in order. Reading, tokenizing and the caller go on side by side, the
-    reading at most `ahead` batches in front."""
-    results, room = queue.SimpleQueue(), threading.Semaphore(ahead)
-
-    def read_on():
-        for batch in batches:
-            room.acquire()
-            work = [piece.text for piece in batch], [piece.starts for piece in batch], hashed
-            results.put(([piece._replace(text="") for piece in batch], pool.submit(tokenize, *work)))
-
-    reading = background(read_on)
-    reading.add_done_callback(lambda _: results.put(None))
-    try:
-        while (item := results.get()) is not None:
-            yield item[0], *item[1].result()
-            room.release()
-        reading.result()  # raises what reading raised
-    finally:  # where the caller has had enough, the pool is shut and takes no more
-        room.release()
-        wait([reading], timeout=2)
+def in_workers(pool, reader, batches: Iterator, ahead: int, hashed: bool) -> Iterator[tuple[int, list[Piece], tuple]]:
+    """Each batch with what `tokenize` makes of it, in order, while the next are being read and tokenized."""
+    waiting, batch, failure = deque(), True, None
+    while batch or waiting:
+        try:  # in a thread: the wait for it can be interrupted, the network cannot
+            batch = batch and reader.submit(next, batches, None).result()
+        except UserError as error:  # raised after all that came before it
+            batch, failure = None, error
+        if batch:
+            file, pieces = batch
+            waiting.append((file, [piece._replace(text="") for piece in pieces], pool.submit(tokenize, pieces, hashed)))
+        if waiting and (not batch or len(waiting) > ahead):
+            file, pieces, future = waiting.popleft()
+            yield file, pieces, future.result()
+    if failure:
+        raise failure
 
 
 class Seen:
@@ -495,16 +416,13 @@ class Seen:
     memory. They are also in a file, from which the first `count` are taken up again."""
 
     def __init__(self, path: Path, count: int):
-        self.path, self.taken = path, count
+        self.path, self.saved = path, count
         self.buckets, self.fresh = [bytearray() for _ in range(2**16)], bytearray()
-        path.touch()
-        if path.stat().st_size < 16 * count:
-            raise UserError(f"{path} should hold {count} hashes but is too short; delete {path.parent} and start again")
-        os.truncate(path, 16 * count)
-        with open(path, "rb") as f:
-            while digest := f.read(16):
-                self.add(digest)
-                self.fresh.clear()
+        with open(path, "a+b") as f:
+            f.seek(0)
+            for _ in range(count):
+                self.add(f.read(16))
+        self.fresh.clear()
 
     def add(self, digest: bytes) -> bool:
         """False where it has been there before."""
@@ -517,93 +435,75 @@ class Seen:
             self.fresh += digest
         return at < 0
 
-    def take(self, count: int) -> bytes:
-        """Those among the first `count` hashes that have not been taken yet."""
-        size = 16 * (count - self.taken)
-        hashes, self.taken = bytes(self.fresh[:size]), count
-        del self.fresh[:size]
-        return hashes
-
-    def save(self, hashes: bytes) -> None:
-        with open(self.path, "ab") as f:
-            f.write(hashes)
+    def save(self, count: int) -> None:
+        """Makes the first `count` hashes last; in a thread of its own, while others are added."""
+        size = 16 * (count - self.saved)
+        with open(self.path, "r+b") as f:
+            f.seek(16 * self.saved)
+            f.write(self.fresh[:size])
             f.flush()
             os.fsync(f.fileno())
+        del self.fresh[:size]
+        self.saved = count
 
 
-class Tokens(NamedTuple):
-    """A batch of pieces as tokens; piece i is tokens[bounds[i]:bounds[i + 1]]."""
-
-    tokens: np.ndarray
-    bounds: np.ndarray
-    pieces: list[Piece]
-    counts: np.ndarray  # before each piece, of COUNTS
-
-    def cursor(self, end: int) -> dict:
-        """Where to go on after tokens[:end]: the piece that holds the last of them, and the number of them in it."""
-        i = int(np.searchsorted(self.bounds[1:], end))
-        place = {"file": self.pieces[i].file, "position": self.pieces[i].position, "token": int(end - self.bounds[i])}
-        return place | {"counts": dict(zip(COUNTS, self.counts[i].tolist(), strict=True))}
-
-
-def token_stream(results: Iterable[tuple], skip: int, limit: int, seen: Seen | None, totals: np.ndarray) -> Iterator[Tokens]:
-    """The tokens without duplicates, after the first `skip` and up to `limit` of them; keeps `totals`, the COUNTS so far."""
-    for pieces, tokens, lengths, cut_counts, hashes in results:
-        copies = np.zeros(len(pieces), bool)
+def token_stream(results: Iterable, limit: int, seen: Seen | None, counts, bar) -> Iterator[tuple[dict, np.ndarray]]:
+    """The tokens of each batch without duplicates, up to `limit` in all, after the place at which the batch begins and the
+    COUNTS up to there; `counts` goes on counting, and so does the progress bar."""
+    for file, pieces, (tokens, lengths, added, hashes) in results:
+        cursor = {"file": file, "position": pieces[0].position, "counts": dict(zip(COUNTS, counts.tolist(), strict=True))}
         if seen:
-            copies[:] = [piece.whole and not seen.add(digest) for piece, digest in zip(pieces, hashes, strict=True)]
-            tokens = tokens[~np.repeat(copies, lengths)]
-            lengths, cut_counts = np.where(copies, 0, lengths), np.where(copies[:, None], 0, cut_counts)
-        hashed = np.array([bool(seen) and piece.whole for piece in pieces]) & ~copies
-        counts = np.column_stack([[piece.starts for piece in pieces], copies, cut_counts, hashed])
-        counts = np.concatenate([[totals], totals + np.cumsum(counts, axis=0)])
-        bounds = np.concatenate([[0], np.cumsum(lengths)]) - skip
-        tokens, skip = tokens[skip:], 0
-        last = int(np.searchsorted(bounds[1:], limit)) if len(tokens) >= limit else len(pieces) - 1
-        totals[:] = counts[last + 1]
-        yield Tokens(tokens[:limit], bounds, pieces, counts)
+            new = np.array([not piece.whole or seen.add(digest) for piece, digest in zip(pieces, hashes, strict=True)])
+            tokens, lengths = tokens[np.repeat(new, lengths)], lengths * new
+            added[~new, 1:4] = 0  # a copy is a duplicate and nothing else
+            added[:, 4], added[:, 5] = ~new, new & [piece.whole for piece in pieces]
+        counts += added[: np.searchsorted(np.cumsum(lengths), limit) + 1].sum(axis=0)
+        bar.update(min(len(tokens), limit))
+        yield cursor, tokens[:limit]
         limit -= len(tokens)
         if limit <= 0:
             return
 
 
-def held_out(head: list[Tokens], shard_size: int, val_tokens: int) -> int:
+def held_out(head: list[np.ndarray], shard_size: int, val_tokens: int) -> int:
     """How many tokens are for validation, where `head` are the first two shards' worth or all there are."""
-    total = sum(len(batch.tokens) for batch in head)
+    total, done = sum(map(len, head)), 0
     wanted = val_tokens or (shard_size if total >= 2 * shard_size else max(1, total // 20))
     if wanted >= total:
         raise UserError(f"the source has {total} tokens, of which {wanted} are for validation: nothing is left to train on")
-    done = 0
-    for batch in head:
-        starts = np.flatnonzero(batch.tokens == EOT) + done
+    for tokens in head:
+        starts = np.flatnonzero(tokens == EOT) + done
         if len(starts) and starts[-1] >= wanted:
             start = int(starts[np.searchsorted(starts, wanted)])
             return start if start <= min(2 * wanted, shard_size) else wanted
-        done += len(batch.tokens)
+        done += len(tokens)
     return wanted
 
 
-def pack(stream: Iterator[Tokens], shard_size: int, val_tokens: int, index: int = 0) -> Iterator[tuple[int, np.ndarray, dict]]:
-    """Cuts the stream into shards: (index, tokens, cursor after them). Shard 0, for validation, may be a smaller one."""
-    head, size = [], shard_size
+def pack(stream: Iterator, shard_size: int, val_tokens: int, index=0, done=0) -> Iterator[tuple[int, np.ndarray, dict]]:
+    """Cuts the stream, from token `done` of its first batch on, into shards: (index, tokens, cursor after them). Shard 0, for
+    validation, may be a smaller one."""
+    size = shard_size
     if index == 0:
-        while sum(len(batch.tokens) for batch in head) < 2 * shard_size and (batch := next(stream, None)) is not None:
+        head, total = deque(), 0
+        while total < 2 * shard_size and (batch := next(stream, None)):
             head.append(batch)
-        size = held_out(head, shard_size, val_tokens)
-        head.reverse()
-    shard, filled, batch = np.empty(size, np.uint16), 0, None
-    while (following := head.pop() if head else next(stream, None)) is not None:
-        batch, done = following, 0
-        while done < len(batch.tokens):
-            n = min(size - filled, len(batch.tokens) - done)
-            shard[filled : filled + n] = batch.tokens[done : done + n]
+            total += len(batch[1])
+        size = held_out([tokens for _, tokens in head], shard_size, val_tokens)
+        stream = itertools.chain((head.popleft() for _ in range(len(head))), stream)  # popped, so that memory shrinks
+    shard, filled = np.empty(size, np.uint16), 0
+    for cursor, tokens in stream:
+        while done < len(tokens):
+            n = min(size - filled, len(tokens) - done)
+            shard[filled : filled + n] = tokens[done : done + n]
             filled, done = filled + n, done + n
             if filled == size:
-                yield index, shard, batch.cursor(done)
+                yield index, shard, cursor | {"token": done}
                 index, size = index + 1, shard_size
                 shard, filled = np.empty(size, np.uint16), 0
+        done = 0
     if filled:
-        yield index, shard[:filled], batch.cursor(len(batch.tokens))
+        yield index, shard[:filled], cursor | {"token": len(tokens)}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -620,15 +520,10 @@ def write_whole(path: Path, *chunks) -> str:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-        if hasattr(os, "O_DIRECTORY"):  # the new name has to last, too; Windows has no such call
-            folder = os.open(path.parent, os.O_DIRECTORY)
-            os.fsync(folder)
-            os.close(folder)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}); that mended, the same command goes on from here"
-        ) from None
+        message = f"{path} cannot be written ({error.strerror}); that mended, the same command goes on from here"
+        raise UserError(message) from None
     return sha256.hexdigest()
 
 
@@ -644,13 +539,12 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
 
 
-def save(folder: Path, manifest: dict, index: int, tokens: np.ndarray, cursor: dict, seen: Seen | None, hashes: bytes) -> None:
+def save(folder: Path, manifest: dict, index: int, tokens: np.ndarray, cursor: dict, seen: Seen | None) -> None:
     """Writes a shard and then the manifest that counts on it, so that there is always a place to go on from."""
     if seen:
-        seen.save(hashes)
+        seen.save(cursor["counts"]["hashes"])
     split = "train" if index else "val"
-    path = folder / f"{manifest['name']}_{split}_{index:06d}.npy"
-    manifest["shards"].append(write_shard(path, split, tokens))
+    manifest["shards"].append(write_shard(folder / f"{manifest['name']}_{split}_{index:06d}.npy", split, tokens))
     manifest["tokens"] += len(tokens)
     manifest["counts"], manifest["cursor"] = cursor.pop("counts"), cursor
     write_manifest(folder, manifest)
@@ -658,13 +552,10 @@ def save(folder: Path, manifest: dict, index: int, tokens: np.ndarray, cursor: d
 
 def read_manifest(folder: Path) -> dict | None:
     path = folder / "manifest.json"
-    if not path.exists():
-        return None
-    try:
-        manifest = json.loads(path.read_text())
-        return {key: manifest[key] for key in ("name", "options", "sources", "shards", "tokens", "counts", "cursor")}
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path} was not written by this version of fineweb.py; choose another --data-dir") from None
+    manifest = json.loads(path.read_text()) if path.exists() else None
+    if manifest and not {"name", "options", "sources", "shards", "tokens", "counts", "cursor"} <= manifest.keys():
+        raise UserError(f"{path} was not written by this version of fineweb.py; choose another --data-dir")
+    return manifest
 
 
 def begin_or_go_on(folder: Path, name: str, options: dict) -> dict:
@@ -673,63 +564,29 @@ def begin_or_go_on(folder: Path, name: str, options: dict) -> dict:
     if manifest is None:
         if strange := sorted(folder.glob("*.npy")):
             raise UserError(f"{folder} has no manifest.json but holds {strange[0].name}; choose another --data-dir")
-        start = {"file": 0, "position": 0, "token": 0}
-        counts = dict.fromkeys(COUNTS, 0)
+        counts, start = dict.fromkeys(COUNTS, 0), {"file": 0, "position": 0, "token": 0}
         return {"name": name, "options": options, "sources": [], "shards": [], "tokens": 0, "counts": counts, "cursor": start}
     before, now = manifest["options"] | {"name": manifest["name"]}, options | {"name": name}
-    if different := [
-        f"--{key.replace('_', '-')} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]
-    ]:
-        raise UserError(f"{folder} was made with {'; '.join(different)}: give the same again, or another --data-dir")
-    for shard in manifest["shards"]:
-        if not (folder / shard["name"]).exists():
-            raise UserError(f"{folder / shard['name']} is missing; delete {folder} and start again")
+    if other := [f"--{key.replace('_', '-')} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]:
+        raise UserError(f"{folder} was made with {'; '.join(other)}: give the same again, or another --data-dir")
+    if missing := [shard["name"] for shard in manifest["shards"] if not (folder / shard["name"]).exists()]:
+        raise UserError(f"{folder / missing[0]} is missing; delete {folder} and start again")
     return manifest
 
 
 def describe(folder: Path, manifest: dict) -> str:
-    counts = manifest["counts"]
-    text = f"{folder}: {manifest['tokens']:,} tokens of {counts['documents']:,} documents in {len(manifest['shards'])} shards"
-    if manifest["options"]["deduplicate"]:
-        text += f"; {counts['duplicates']:,} duplicates left out"
-    if manifest["options"]["decontaminate"]:
-        text += f"; {counts['contaminated']:,} contaminated: cut in {counts['cuts']:,} places, {counts['dropped']:,} dropped"
-    return text
+    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n and name != "hashes")
+    return f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})"
 
 
 def verify(folder: Path) -> None:
     """Compares each shard with its sha256 in the manifest."""
     if (manifest := read_manifest(folder)) is None:
         raise UserError(f"{folder} has no manifest.json to verify its shards by; --data-dir names another")
-    damaged = []
-    for shard in manifest["shards"]:
-        path = folder / shard["name"]
-        if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != shard["sha256"]:
-            damaged.append(shard["name"])
-    if damaged:
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.npy")}
+    if damaged := [shard["name"] for shard in manifest["shards"] if hashes.get(shard["name"]) != shard["sha256"]]:
         raise UserError(f"{folder}: missing or damaged: {', '.join(damaged)}; delete {folder} and make it again")
-    print(f"{folder}: all {len(manifest['shards'])} shards are as they were written")
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes from writing into the folder. However this one ends, the system takes the lock back."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as f:
-        try:
-            if os.name == "nt":
-                import msvcrt
-
-                msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
-            else:
-                import fcntl
-
-                fcntl.lockf(f, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not shared with forked workers
-        except (BlockingIOError, PermissionError):
-            raise UserError(f"another process is writing to {folder}; wait for it, or choose another --data-dir") from None
-        except OSError:
-            pass  # this file system knows no locks
-        yield
+    print(f"{folder}: all {len(hashes)} shards are as they were written")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -758,18 +615,33 @@ def default_name(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "", last).lower() or "text"
 
 
-def estimate(files: list[TextFile], workers: int) -> str:
+def share_of(file: File, pieces: list[Piece]) -> float:
+    """How much of a file its first pieces are."""
+    if file.name.endswith(".parquet"):
+        import fsspec
+        import pyarrow.parquet as pq
+
+        with fsspec.open(file.name) as f:
+            return len(pieces) / pq.read_metadata(f).num_rows
+    read = max(pieces[-1].position, sum(len(piece.text.encode(errors="replace")) for piece in pieces))
+    with open_file(file.name) as f:
+        return read / sum(map(len, f))
+
+
+def estimate(files: list[File], workers: int) -> str:
     """What the whole will come to, from its first few hundred documents."""
-    sample = list(itertools.islice(itertools.chain.from_iterable(documents(files)), 500))
+    batches = ((i, piece) for i, file in enumerate(files) for piece in patiently(file.name, file.read))
+    sample = list(itertools.islice(batches, 500))
     get_tokenizer()
     began = time.perf_counter()
-    tokens = len(tokenize([piece.text for piece in sample], [piece.starts for piece in sample], False)[0])
+    tokens = len(tokenize([piece for _, piece in sample], False)[0])
     minutes = (time.perf_counter() - began) / 60 / workers
     share = 1.0  # of the whole that has been read
     if len(sample) == 500:
-        last, sizes = sample[-1], [file.size or 1 for file in files]  # the hub's files are about the same size
-        share = (sum(sizes[: last.file]) + sizes[last.file] * (last.position + 1) / length_of(files[last.file])) / sum(sizes)
-    disk = f"{2 * tokens / share / 1e9:,.3f} GB of shards"
+        last, sizes = sample[-1][0], [file.size or 1 for file in files]  # the hub's files are about the same size
+        of_last = share_of(files[last], [piece for i, piece in sample if i == last])
+        share = (sum(sizes[:last]) + sizes[last] * of_last) / sum(sizes)
+    disk = f"{2 * tokens / share / 1e9:,.3f} GB of shards ({shutil.disk_usage('.').free / 1e9:,.0f} GB are free here)"
     pace = f"{minutes / share:,.1f} minutes with {workers} workers if reading keeps up"
     return f"about {len(sample) / share:,.0f} documents, {tokens / share:,.0f} tokens, {disk}, {pace}"
 
@@ -777,7 +649,7 @@ def estimate(files: list[TextFile], workers: int) -> str:
 def load_benchmark(path: str) -> Benchmark:
     from hellaswag import iterate_examples
 
-    return Benchmark.of(f"{x['ctx']} {ending}" for x in iterate_examples("val", path) for ending in x["endings"])
+    return Benchmark(f"{x['ctx']} {ending}" for x in iterate_examples("val", path) for ending in x["endings"])
 
 
 def build(config: Config, folder: Path, name: str, workers: int) -> None:
@@ -787,7 +659,6 @@ def build(config: Config, folder: Path, name: str, workers: int) -> None:
     shaping = ("shard_size", "max_tokens", "val_tokens", "column", "revision", "deduplicate", "decontaminate")
     manifest = begin_or_go_on(folder, name, {"source": list(config.source)} | {key: getattr(config, key) for key in shaping})
     if (cursor := manifest["cursor"]) is None:
-        (folder / ".hashes").unlink(missing_ok=True)
         print(f"{describe(folder, manifest)}; it is complete, nothing to do")
         return
     files, manifest["sources"] = find_sources(config, {source["source"]: source["commit"] for source in manifest["sources"]})
@@ -795,36 +666,37 @@ def build(config: Config, folder: Path, name: str, workers: int) -> None:
     manifest["benchmark"] = hashlib.sha256(of_workers.hashes).hexdigest() if of_workers else None
     if cursor.get("read") not in (None, [fingerprint(files[: cursor["file"] + 1]), manifest["benchmark"]]):
         raise UserError(f"what was read before {folder} was left off has changed since; delete it and start again")
-    for unfinished in folder.glob("*.npy.tmp"):
+    for unfinished in folder.glob("*.tmp"):
         unfinished.unlink()
     write_manifest(folder, manifest)
     seen = Seen(folder / ".hashes", manifest["counts"]["hashes"]) if config.deduplicate else None
-    totals = np.array(list(manifest["counts"].values()))
-    limit = config.max_tokens - manifest["tokens"] if config.max_tokens else sys.maxsize
-
-    with (
-        worker_pool(workers, of_workers) as pool,
-        tqdm(
-            desc=name, initial=manifest["tokens"], total=config.max_tokens or None, unit="tok", unit_scale=True, disable=None
-        ) as bar,
-    ):
-        batches = documents(files, cursor["file"], cursor["position"])
-        results = in_workers(pool, batches, 2 * workers + 2, config.deduplicate)
-        stream = token_stream(results, cursor["token"], limit, seen, totals)
-        stream = ((batch, bar.update(len(batch.tokens)))[0] for batch in stream)
-        writing = Future()
-        writing.set_result(None)
+    counts = np.array(list(manifest["counts"].values()))
+    limit = cursor["token"] + config.max_tokens - manifest["tokens"] if config.max_tokens else sys.maxsize
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # its word on a killed process's semaphores
+    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(of_workers,))
+    pool.submit(os.getpid).result()  # where processes are forked, do so before there are threads
+    total = config.max_tokens or None
+    bar = tqdm(desc=name, initial=manifest["tokens"], total=total, unit="tok", unit_scale=True, disable=None)
+    with pool, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, bar:
         try:
-            for index, tokens, cursor in pack(stream, config.shard_size, config.val_tokens, len(manifest["shards"])):
-                writing.result()  # at most one shard is being written while the next is filled
-                cursor["read"] = [fingerprint(files[: cursor["file"] + 1]), manifest["benchmark"]]
-                hashes = seen.take(cursor["counts"]["hashes"]) if seen else b""
-                writing = background(save, folder, manifest, index, tokens, cursor, seen, hashes)
-        except UserError:
-            writing.result()  # a shard that is full is not lost
-            raise
-        writing.result()
-    manifest["counts"], manifest["cursor"] = dict(zip(COUNTS, totals.tolist(), strict=True)), None
+            batches = documents(files, cursor["file"], cursor["position"])
+            results = in_workers(pool, reader, batches, 2 * workers + 1, config.deduplicate)
+            stream = token_stream(results, limit, seen, counts, bar)
+            shards = pack(stream, config.shard_size, config.val_tokens, len(manifest["shards"]), cursor["token"])
+            writing = None
+            for index, tokens, after in shards:
+                after["read"] = [fingerprint(files[: after["file"] + 1]), manifest["benchmark"]]
+                if writing:
+                    writing.result()  # at most one shard is being written while the next is filled
+                writing = writer.submit(save, folder, manifest, index, tokens, after, seen)
+            if writing:
+                writing.result()
+        except BrokenProcessPool:
+            raise UserError("a worker was killed, for want of memory? the same command goes on, as does --workers 1") from None
+        except KeyboardInterrupt:
+            print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
+            os._exit(130)  # at once, workers and all: reading may be waiting for the network, writing for the disk
+    manifest["counts"], manifest["cursor"] = dict(zip(COUNTS, counts.tolist(), strict=True)), None
     write_manifest(folder, manifest)
     if seen:
         seen.path.unlink()
@@ -833,6 +705,7 @@ def build(config: Config, folder: Path, name: str, workers: int) -> None:
 
 def main() -> None:
     import tyro
+    from filelock import FileLock, Timeout
 
     config = tyro.cli(Config)
     check(config)
@@ -842,14 +715,28 @@ def main() -> None:
     if config.verify:
         verify(folder)
     elif config.dry_run:
-        files, _ = find_sources(config, {})
-        print(
-            f"{', '.join(config.source)}: {estimate(files, workers)}; {shutil.disk_usage('.').free / 1e9:,.0f} GB are free here"
-        )
+        print(f"{', '.join(config.source)}: {estimate(find_sources(config, {})[0], workers)}")
     else:
-        with locked(folder):
-            build(config, folder, name, workers)
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            with FileLock(folder / ".lock", timeout=1):  # the workers of a killed process hold it for a moment more
+                build(config, folder, name, workers)
+        except Timeout:
+            raise UserError(f"another process is writing to {folder}; wait for it, or choose another --data-dir") from None
+
+
+def command() -> None:
+    """`main`, and an end at once: with a stream broken off, Arrow's threads can hang Python's own (apache/arrow#45214)."""
+    try:
+        code = run_script(main)
+    except SystemExit as end:
+        code = end.code
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(bool(code) if isinstance(code, str) else code or 0)
 
 
 if __name__ == "__main__":
-    run_script(main)
+    command()
