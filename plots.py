@@ -224,30 +224,87 @@ def plot_training(runs: list[Run]):
     return figure
 
 
+# -- drawing measurements ----------------------------------------------------------------------------------------------
+
+
 def plot_benchmark(name: str, rows: list[dict], machine: str):
-    """One comparison of bench.py: a bar for each row that says how fast it is, or curves of milliseconds by length."""
-    key = next((k for k in ("tokens_per_second", "examples_per_second") if any(k in row for row in rows)), None)
-    rows = [row for row in rows if key is None or key in row]
-    figure, (axis,) = new_figure(1, 1, 1.0 + 0.32 * len(rows) if key else 4.0)
-    if key:
-        colors = [ORANGE if row.get("speedup", 1) < 0.98 else BLUE for row in rows]  # slower than what it builds on
-        bars = axis.barh([row["name"] for row in rows], [row[key] for row in rows], color=colors, height=0.65)
-        labels = [f"{row[key]:,.0f}" + (f"  ({row['total']:.2f} ×)" if "total" in row else "") for row in rows]
-        axis.bar_label(bars, labels, padding=4, fontsize=9)
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-        axis.set_xlabel(key.replace("_per_", " per "))
-        axis.xaxis.set_major_formatter("{x:,g}")
-    for field, color in zip([] if key else [k for k in rows[0] if k.endswith("_ms")], COLORS, strict=False):
-        points = [(row["T"], row[field]) for row in rows if field in row]
-        axis.loglog(*zip(*points, strict=True), "o-", color=color, label=field.removesuffix("_ms").replace("_", " "))
-        axis.set(xlabel="sequence length", ylabel="milliseconds, forward and backward")
-        axis.set_xticks([row["T"] for row in rows], [f"{row['T']:,}" for row in rows])
-        axis.set_xticks([], minor=True)
-        axis.yaxis.set_major_formatter("{x:,g}")
-    axis.set_title(f"{name}: {machine}", fontsize=10)
-    tidy(axis)
+    """One comparison of bench.py on one machine."""
+    return plot_benchmarks([dict(device=dict(name=machine), benchmarks={name: dict(rows=rows)})])
+
+
+def plot_benchmarks(results: list[dict]):
+    """Results of bench.py: a row for each comparison, a column for each machine."""
+    from matplotlib.figure import Figure
+
+    found = {(name, i): b["rows"] for i, result in enumerate(results) for name, b in result["benchmarks"].items()}
+    found = {place: kept for place, rows in found.items() if (kept := [row for row in rows if "error" not in row])}
+    names = list(dict.fromkeys(name for name, _ in found))
+    bars = {name: max(len(rows) for (other, _), rows in found.items() if other == name) for name in names}
+    heights = [{"attention": 4.0, "recipes": 7.0}.get(name, 1.2 + 0.32 * bars[name]) for name in names]
+    figure = Figure(figsize=(9.6 * len(results), sum(heights)), dpi=120, layout="constrained", facecolor="white")
+    parts = figure.subfigures(len(names), len(results), squeeze=False, height_ratios=heights)
+    for (name, i), rows in found.items():
+        part = parts[names.index(name), i]
+        part.suptitle(f"{name}: {results[i]['device']['name']}", fontsize=10)
+        {"attention": draw_curves, "recipes": draw_recipes}.get(name, draw_bars)(part, rows)
     return figure
+
+
+def draw_bars(figure, rows: list[dict]) -> None:
+    """A bar for each row, as long as it is fast; orange where it is slower than what it builds on."""
+    axis = figure.subplots()
+    colors = [ORANGE if row.get("speedup", 1) < 0.98 else BLUE for row in rows]
+    bars = axis.barh([row["name"] for row in rows], [row["median"] for row in rows], color=colors, height=0.65)
+    labels = [f"{row['median']:,.1f}" if row["median"] < 1000 else f"{row['median']:,.0f}" for row in rows]
+    labels = [f"{label}  ({row['total']:.2f} ×)" for label, row in zip(labels, rows, strict=True)]
+    axis.bar_label(bars, labels, padding=4, fontsize=9)
+    axis.invert_yaxis()
+    axis.margins(x=0.2)
+    axis.set_xlabel(rows[0]["unit"])
+    axis.xaxis.set_major_formatter("{x:,g}")
+    tidy(axis)
+
+
+def draw_curves(figure, rows: list[dict]) -> None:
+    """Milliseconds by sequence length, a curve for each way."""
+    axis = figure.subplots()
+    for way, color in zip(dict.fromkeys(row["way"] for row in rows), COLORS, strict=False):
+        points = [(row["T"], row["ms"]) for row in rows if row["way"] == way]
+        axis.loglog(*zip(*points, strict=True), "o-", color=color, label=way)
+    axis.set(xlabel="sequence length", ylabel="milliseconds, forward and backward")
+    lengths = sorted({row["T"] for row in rows})
+    axis.set_xticks(lengths, [f"{T:,}" for T in lengths])
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:,g}")
+    tidy(axis)
+
+
+def best_recipes(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
+    """(scale, optimizer): its runs with the learning rate that is best by the seed that all rates share, which comes first."""
+    best = {}
+    for row in rows:
+        if "error" not in row:
+            best.setdefault((row["scale"], row["optimizer"]), []).append(row)
+    for key, tried in best.items():
+        rate = min((row for row in tried if row["seed"] == tried[0]["seed"]), key=lambda row: row["val_loss"])["learning_rate"]
+        best[key] = [row for row in tried if row["learning_rate"] == rate]
+    return best
+
+
+def draw_recipes(figure, rows: list[dict]) -> None:
+    """Validation loss by tokens and by time, a column for each scale: all seeds of the best learning rates."""
+    scales = list(dict.fromkeys(row["scale"] for row in rows))
+    axes = figure.subplots(2, len(scales), squeeze=False)
+    for (scale, optimizer), runs in best_recipes(rows).items():
+        for axis, along in zip(axes[:, scales.index(scale)], ("tokens", "seconds"), strict=True):
+            for i, run in enumerate(runs):
+                label = f"{optimizer}, {run['learning_rate']:g}" if i == 0 else None
+                color = {"adamw": BLUE, "muon": RED}[optimizer]
+                axis.plot(run[along][1:], run["losses"][1:], color=color, alpha=0.8, linewidth=1.2, label=label)
+            axis.set(xlabel=along, ylabel="validation loss", title=f"{scale} parameters")
+            axis.xaxis.set_major_formatter("{x:,g}")
+            axis.locator_params(axis="x", nbins=5)
+            tidy(axis)
 
 
 # -- drawing a model ---------------------------------------------------------------------------------------------------

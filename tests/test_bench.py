@@ -9,40 +9,54 @@ import torch
 from conftest import ROOT, run_script
 
 import bench
-from bench import BenchConfig, MadeUpTokens, Setup, Variant, WrittenOutLoss
+from bench import BenchConfig, Machine
+from benchmarks import hot_paths, recipes, turns
+from benchmarks.turns import Side
 from distributed import World
 from model import GPT, GPTConfig
 from tokenizer import VOCAB_SIZE, UserError
 
-CPU = torch.device("cpu")
+CPU, SIZE = torch.device("cpu"), bench.MODELS["tiny"]
 
 
-def setup(**flags) -> Setup:
+def machine(**flags) -> Machine:
     """A machine that multiplies at 1 and 2 TFLOP/s and where training stays in float32."""
-    config = BenchConfig(**(dict(model="tiny", batch_size=2, sequence_length=32, rounds=1, steps=1) | flags))
-    peaks = {"float32": (1e12, "a test"), "bfloat16": (2e12, "a test"), "tf32": (1e12, "a test")}
-    return Setup(config, CPU, torch.float32, "a test", "--no-compile", peaks)
+    flags = dict(model="tiny", batch_size=2, sequence_length=32, rounds=1, turn=0.0) | flags
+    peaks = {"float32": (1e12, "a test"), "bfloat16": (2e12, "a test")}
+    return Machine(BenchConfig(**flags), CPU, torch.float32, "a test", "--no-compile", peaks)
 
 
-def variant(name: str = "plain", **changes) -> Variant:
-    return Variant(**(dict(name=name, B=2, T=16, size=bench.MODELS["tiny"]) | changes))
+class HereWorker:
+    """A side in this process."""
+
+    def __init__(self, side, device):
+        turns.here.update(world=World(device.type), runs=1)
+        self.run = side.make(turns.here["world"], **side.options)
+
+    def turn(self, least):
+        turns.here.update(run=self.run, runs=1)
+        return turns.take_turn(least)
+
+    def close(self):
+        pass
 
 
 class FakeWorker:
-    """Seconds of a step by the variant's name; a machine that gets slower with every step that anyone takes."""
+    """Seconds of a run by the side's name, on a machine that gets slower with every run that anyone makes."""
 
     seconds, alive, most_alive, taken = {"a": 4.0, "b": 2.0, "c": 1.0}, set(), 0, 0
 
-    def __init__(self, v, device):
-        self.name = v.name
-        FakeWorker.alive = FakeWorker.alive | {v.name}
+    def __init__(self, side, device):
+        self.name = side.name
+        FakeWorker.alive = FakeWorker.alive | {side.name}
         FakeWorker.most_alive = max(FakeWorker.most_alive, len(FakeWorker.alive))
 
-    def take(self, steps):
+    def turn(self, least):
         if self.name not in self.seconds:
             raise torch.OutOfMemoryError("no room\nfor it")
         FakeWorker.taken += 1
-        return dict(seconds=self.seconds[self.name] * 1.01**FakeWorker.taken, loss=1.0, memory=10**9)
+        seconds = self.seconds[self.name] * 1.01**FakeWorker.taken
+        return dict(seconds=seconds, memory=10**9, returned=dict(loss=9.0, waited=seconds / 50))
 
     def close(self):
         FakeWorker.alive = FakeWorker.alive - {self.name}
@@ -50,121 +64,136 @@ class FakeWorker:
 
 @pytest.fixture
 def fake_workers(monkeypatch):
-    monkeypatch.setattr(bench, "Worker", FakeWorker)
+    monkeypatch.setattr(turns, "Worker", FakeWorker)
     FakeWorker.alive, FakeWorker.most_alive, FakeWorker.taken = set(), 0, 0
 
 
-def test_published_peaks_are_found_by_the_whole_name_of_a_gpu():
-    assert bench.published_peaks("NVIDIA H100 80GB HBM3")["bfloat16"][0] == 989.5e12
-    assert bench.published_peaks("NVIDIA A100-SXM4-40GB")["tf32"][0] == 156e12
-    assert "tf32" not in bench.published_peaks("Tesla T4")
-    assert bench.published_peaks("NVIDIA H100 80GB HBM3 MIG 1g.10gb") == {}
-    assert bench.published_peaks("NVIDIA GeForce RTX 4090 Laptop GPU") == {}
+def side(name: str, base: int = 0, amount: int = 32, **more) -> Side:
+    return Side(name, bench.training, {}, amount, base=base, **more)
 
 
-def test_the_loss_written_out_is_the_models_own_loss():
-    torch.manual_seed(0)
-    gpt = GPT(GPTConfig(block_size=16, **bench.MODELS["tiny"]))
-    x, y = MadeUpTokens(2, 16).next_batch()
-    torch.testing.assert_close(WrittenOutLoss(gpt)(x, y)[1], gpt(x, y)[1], rtol=1e-5, atol=1e-5)
+def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss():
+    def loss(**switches) -> float:
+        torch.manual_seed(0)
+        model = bench.build(**(dict(hf=False, own_loss=True, T=16, pad_vocab_to=1, size=SIZE) | switches))
+        with World("cpu") as world:
+            x, y = bench.MadeUpTokens(2, 16, world).next_batch()
+        return model(x, y)[1].item()
+
+    assert loss() == pytest.approx(loss(own_loss=False), rel=1e-5) == pytest.approx(loss(pad_vocab_to=128), rel=1e-5)
+    assert abs(loss(hf=True) - math.log(VOCAB_SIZE)) < 0.5
 
 
 def test_a_rung_without_fused_attention_never_calls_its_kernel():
     def kernels(flash: bool) -> set[str]:
         with World("cpu") as world:
-            turn = bench.prepare(variant(flash=flash), world)
+            run = bench.training(world, **(machine().step("").options | dict(flash=flash)))
             with torch.profiler.profile() as profile:
-                turn(1)
+                assert abs(run()["loss"] - math.log(VOCAB_SIZE)) < 0.5
         return {e.key for e in profile.key_averages() if "flash" in e.key}
 
     assert kernels(flash=True)
     assert not kernels(flash=False)
 
 
-@pytest.mark.parametrize("hf", [False, True])
-def test_a_variant_trains_with_the_real_step_from_the_loss_of_a_new_model(hf):
-    with World("cpu") as world:
-        turn = bench.prepare(variant(hf=hf, own_loss=True, fused=True, flash=True), world)
-        first, later = turn(1), turn(5)
-    assert abs(first["loss"] - math.log(VOCAB_SIZE)) < 0.5
-    assert later["loss"] < first["loss"]
-    assert first["seconds"] > 0 and first["memory"] > 0
-
-
 def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_it_builds_on(monkeypatch):
-    seen = []
-    monkeypatch.setattr(bench, "measure", lambda variants, bases, setup: seen.append((variants, bases)) or [])
-    here = setup()
-    here.why_not_compile = ""
-    bench.ladder(here)
-    ((rungs, bases),) = seen
-    for rung, base in list(zip(rungs, bases, strict=True))[1:]:
-        changed = [k for k in vars(rung) if k != "name" and getattr(rung, k) != getattr(rungs[base], k)]
-        assert len(changed) == 1, (rung.name, changed)
-    last = here.variant(rungs[-1].name, B=4, tf32=False)
-    assert rungs[-1] == last  # it ends with what training does here
-    autocast = next(i for i, r in enumerate(rungs) if r.dtype == torch.bfloat16)
-    assert autocast not in bases and rungs[autocast + 1].dtype == torch.float32  # measured, then left: training leaves it
-    assert any("TF32" in note and "left out" in note for note in here.notes)
+    m, seen = machine(), []
+    m.why_not_compile = ""
+    monkeypatch.setattr(bench, "measure", lambda sides, *_: seen.extend(sides) or iter(()))
+    list(bench.ladder(m))
+    for rung in seen[1:]:
+        base = seen[rung.base].options
+        assert sum(base[key] != value for key, value in rung.options.items()) == 1, rung.name
+    assert seen[-1].options == m.step("", B=4).options  # it ends with what training does here
+    autocast = next(i for i, rung in enumerate(seen) if rung.options["dtype"] == torch.bfloat16)
+    assert autocast not in [rung.base for rung in seen]  # measured, then left: training leaves it
+    assert any("TF32" in note and "left out" in note for note in m.notes)
 
 
 def test_ratios_are_of_turns_side_by_side_and_chains_of_them(fake_workers):
-    here = setup(rounds=3)
-    rows = bench.measure([variant("a"), variant("b"), variant("c", B=4)], [None, 0, 1], here)
-    assert [row["name"] for row in rows] == ["a", "b", "c"]
+    limits = {"MFU": 160.0}
+    rows = list(turns.measure([side("a"), side("b", limits=limits), side("c", 1, amount=64)], CPU, 3, 0.0))
     assert rows[1]["speedup"] == pytest.approx(2 / 1.01)  # the machine slows down by 1% a turn, not by all it did before
     assert rows[2]["speedup"] == pytest.approx(4 / 1.01)
     assert rows[2]["total"] == pytest.approx(rows[1]["speedup"] * rows[2]["speedup"])
-    assert len(rows[0]["turns_ms"]) == 6 and rows[2]["tokens_per_second"] == pytest.approx(4 * 16 / rows[2]["ms"] * 1000)
-    flops = here.model().flops_per_token(16) * rows[0]["tokens_per_second"]
-    assert rows[0]["mfu"] == pytest.approx(flops / 1e12) and rows[0]["mfu_half"] == pytest.approx(flops / 2e12)
+    assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160) and rows[1]["low"] < rows[1]["median"] < rows[1]["high"]
+    assert rows[0]["loader"] == pytest.approx(0.02) and rows[0]["loss"] == 9.0
     assert FakeWorker.most_alive == 2 and not FakeWorker.alive
 
 
-def test_a_variant_that_fails_is_left_out_with_a_line_and_the_next_builds_on_what_it_built_on(fake_workers):
-    here = setup()
-    rows = bench.measure([variant("a"), variant("too large"), variant("b")], [None, 0, 1], here)
-    assert [(row["name"], row.get("base")) for row in rows] == [("a", None), ("b", "a")]
-    assert here.notes == ["left out: too large failed (OutOfMemoryError: no room)"]
-    assert not FakeWorker.alive
+@pytest.mark.parametrize("names", [["a", "too large", "b"], ["too large", "a", "b"]])
+def test_a_side_that_fails_says_why_and_the_next_builds_on_what_it_built_on(fake_workers, names):
+    rows = list(turns.measure([side(names[0]), side(names[1]), side(names[2], base=1)], CPU, 1, 0.0))
+    assert [row["name"] for row in rows] == names
+    assert rows[names.index("too large")]["error"] == "OutOfMemoryError: no room"
+    assert rows[2]["total"] == pytest.approx(2 / 1.01) and not FakeWorker.alive
+    assert "OutOfMemoryError: no room" in bench.table(rows)
 
 
-def test_a_rung_that_is_slower_says_so(fake_workers, monkeypatch):
-    monkeypatch.setattr(FakeWorker, "seconds", {"float32, eager": 1.0, "+ fused attention": 2.0})
-    here = setup()
-    bench.ladder(here)
-    assert "slower: + fused attention runs at 0.50 × the speed of 'float32, eager'" in here.notes
+def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monkeypatch, tmp_path):
+    monkeypatch.setattr(turns, "Worker", HereWorker)
+    monkeypatch.setattr(hot_paths, "NEW", 4)
+    one = dict(ctx="A man sits", endings=["on a roof.", "in it", "up and goes on", "no"], label=1)
+    (tmp_path / "examples.jsonl").write_text(
+        "".join(json.dumps(one | dict(ind=i, split_type="zeroshot")) + "\n" for i in (1, 2))
+    )
+    m = machine(hellaswag_path=str(tmp_path / "examples.jsonl"), sequence_length=16)
+    generated, scored, lengths = list(bench.generate(m)), list(bench.score(m)), list(bench.attend(m))
+    assert len(generated) == 6 and len(scored) == 2 and [row["T"] for row in lengths] == [32, 32, 64, 64]
+    assert all(row["of limit"] > 0 and row["total"] > 0 for row in generated + scored)
+    assert scored[0]["right"] == scored[1]["right"]
 
 
-def test_generation_and_hellaswag_agree_with_their_plain_versions():
+def test_scoring_one_by_one_is_what_hellaswag_py_does():
     torch.manual_seed(0)
-    gpt = GPT(GPTConfig(block_size=128, **bench.MODELS["tiny"])).eval()
-    prompt = torch.arange(10)[None]
-    assert torch.equal(bench.generate_plainly(gpt, prompt, 8), gpt.generate(prompt, 8, temperature=0))
-    examples = bench.hellaswag_examples("", 8)
-    right = bench.hellaswag.evaluate(gpt, examples, CPU)["num_correct_norm"]
-    assert bench.score_one_by_one(gpt, examples, setup()) == right
+    model = GPT(GPTConfig(block_size=64, **SIZE)).eval()
+    words = ["the", "man", "puts", "his", "hands", "on", "a", "table", "and", "looks", "up"]
+    examples = [
+        dict(ctx=" ".join(words[i:]), endings=[" ".join(words[: i + k]) for k in (1, 2, 3, 4)], label=i % 4) for i in range(6)
+    ]
+    right = hot_paths.hellaswag.evaluate(model, examples, CPU)["num_correct_norm"]
+    assert hot_paths.score_one_by_one(model, examples, CPU, torch.float32) == right
 
 
-def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit():
-    here = setup(data_tokens=20_000)
-    cached = bench.generate(here)[1]
-    batched = bench.score_hellaswag(here)[1]
-    fineweb, loader = bench.prepare_data(here)[1:]
-    for row in cached, batched, fineweb:
-        assert row["limit"] > 0 and row["total"] > 0
-    assert loader["tokens_per_second"] > 0
-    lengths = bench.attention(here)
-    assert [row["T"] for row in lengths] == [32, 64, 128] and all(row["speedup"] > 0 for row in lengths)
+def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
+    """Best at 4e-3 for AdamW, at 16e-3 for Muon, which is there in half of the steps; above 0.02 it diverges."""
+    if learning_rate > 0.02:
+        return dict(error="diverged")
+    best = {"adamw": 4e-3, "muon": 16e-3}[optimizer]
+    last = 3.0 + abs(math.log(learning_rate / best)) - (1.0 if optimizer == "muon" else 0.0)
+    losses = [5.0, 4.0, 3.5, 3.2, last] if optimizer == "adamw" else [5.0, 4.0, 3.0, 2.5, last]
+    return dict(val_loss=last, losses=losses, tokens=[0, 1, 2, 3, 4], seconds=[0, 2, 4, 6, 8])
+
+
+def test_recipes_are_swept_until_the_best_is_inside_and_never_trained_twice(monkeypatch):
+    trained = []
+    monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: trained.append(name) or fake_recipe(c, name, **v))
+    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
+    rows = list(recipes.sweep_recipes(m, []))
+    assert trained[:4] == ["1M adamw 0.002 seed 0", "1M adamw 0.004 seed 0", "1M adamw 0.008 seed 0", "1M adamw 0.004 seed 1"]
+    assert trained[-2:] == ["1M muon 0.032 seed 0", "1M muon 0.016 seed 1"]
+    (note,) = m.notes
+    assert "0.50 of its tokens (0.50 to 0.50) and 0.50 of its seconds" in note and "2 seed(s)" in note
+    count = len(trained)
+    assert list(recipes.sweep_recipes(m, rows[:3])) == rows and trained[count:] == trained[3:count]
+
+
+def test_a_recipe_is_a_run_of_training(shards, tmp_path):
+    config = BenchConfig(data_dir=str(shards), recipe_steps=2, compile=False, dtype="float32", out=str(tmp_path / "out"))
+    recipe = dict(optimizer="muon", learning_rate=1e-3, seed=0, **SIZE)
+    row = recipes.train_recipe(config, "tiny muon", **recipe)
+    assert row["tokens"] == [0, 2048, 4096] and len(row["losses"]) == 3 and row["val_loss"] == row["losses"][-1] < 10.9
+    assert row["seconds"][0] == 0 < row["seconds"][1] < row["seconds"][2]
 
 
 def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):
-    flags = ["--model", "tiny", "--sequence-length", 16, "--rounds", 1, "--no-compile", "--sweep", "batch", "--max-batch", 1]
-    printed = run_script("bench.py", *flags, "--out", tmp_path / "here").stdout
-    assert "tokens/s" in printed and "MFU own" in printed and "MFU bf16" in printed and "measured here" in printed
+    flags = ["--model", "tiny", "--sequence-length", 16, "--rounds", 1, "--turn", 0, "--no-compile", "--sweep", "batch"]
+    printed = run_script("bench.py", *flags, "--max-batch", 1, "--out", tmp_path / "here").stdout
+    assert "tokens/s" in printed and "MFU" in printed and "MFU bf16" in printed and "measured here" in printed
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["versions"]["torch"] and result["git"] and "bench.py --model tiny" in result["command"]
-    assert [row["name"] for row in result["benchmarks"]["sweep"]["rows"]] == ["B 1"]
+    (row,) = result["benchmarks"]["sweep"]["rows"]
+    assert row["name"] == "B 1" and row["options"]["compile"] is False and row["loader"] < 1
     result["device"]["name"] = "another machine"
     (tmp_path / "there.json").write_text(json.dumps(result))
     both = ["--report", tmp_path / "here.json", tmp_path / "there.json", "--out", tmp_path / "both"]
@@ -174,9 +203,9 @@ def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "here.png").exists()
 
 
-def test_mistakes_are_told_together_and_in_one_line(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match=r"--rounds 0: at least 1; --steps -1: at least 0"):
-        bench.check(BenchConfig(rounds=0, steps=-1))
+def test_mistakes_are_told_together_and_in_one_line(monkeypatch):
+    with pytest.raises(UserError, match=r"--rounds 0: at least 1; --scales 2M: one of 1M, 3M, 8M"):
+        bench.check(BenchConfig(rounds=0, scales=("2M",)))
     with pytest.raises(UserError, match=r"not a result of bench\.py"):
         bench.read_result(str(Path(ROOT, "pyproject.toml")))
     monkeypatch.setenv("WORLD_SIZE", "2")

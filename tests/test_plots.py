@@ -144,12 +144,18 @@ def test_attention_patterns_are_those_the_model_uses():
 
 
 def test_every_comparison_of_the_benchmark_is_drawn_and_a_failed_row_is_left_out():
-    ladder = [dict(name="float32", tokens_per_second=100.0, total=1.0), dict(name="+ bf16", tokens_per_second=250.0, total=2.5)]
-    (axis,) = plots.plot_benchmark("ladder", [*ladder, dict(name="+ more", error="out of memory")], "a CPU").axes
-    assert [bar.get_width() for bar in axis.patches] == [100, 250]
-    curves = [dict(name="T 128", T=128, written_out_ms=4.0, fused_ms=2.0), dict(name="T 256", T=256, fused_ms=5.0)]
+    ladder = [dict(name=name, unit="tokens/s", median=speed, total=speed / 100) for name, speed in (("a", 100), ("b", 250))]
+    (axis,) = plots.plot_benchmark("ladder", [*ladder, dict(name="c", error="out of memory")], "a CPU").axes
+    assert [bar.get_width() for bar in axis.patches] == [100, 250] and axis.get_xlabel() == "tokens/s"
+    curves = [dict(way="written out", T=128, ms=4.0), dict(way="fused", T=128, ms=2.0), dict(way="fused", T=256, ms=5.0)]
     (axis,) = plots.plot_benchmark("attention", curves, "a CPU").axes
     assert [line.get_label() for line in axis.lines] == ["written out", "fused"]
+    curve = dict(scale="1M", losses=[9, 5, 4], tokens=[0, 10, 20], seconds=[0, 1, 2], val_loss=4)
+    recipes = [
+        curve | dict(optimizer=o, learning_rate=r, seed=s) for o, r, s in (("adamw", 1, 0), ("muon", 1, 0), ("muon", 1, 1))
+    ]
+    axes = plots.plot_benchmark("recipes", [*recipes, recipes[0] | dict(learning_rate=2, val_loss=5)], "a CPU").axes
+    assert [len(axis.lines) for axis in axes] == [3, 3]  # by tokens and by time; AdamW's worse learning rate is left out
 
 
 def test_a_table_keeps_line_breaks_and_shows_markup_as_text():
