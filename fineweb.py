@@ -4,14 +4,13 @@
     python fineweb.py --source stdlib --data-dir data/stdlib     the running Python's standard library, no network
     python fineweb.py --source 'mine/*.jsonl' notes.txt          your own text
 
-`documents` reads, processes `tokenize`, `pack` cuts the one long stream of tokens into shards, and `save` writes each of
-them whole or not at all, with the place to go on from in `manifest.json`. Kill it whenever you like and start it again: the
-result is byte for byte that of a run left alone. Memory stays flat: under 1 GB for this process.
+A thread reads (`documents`), processes `tokenize`, `pack` cuts the one long stream of tokens into shards, and `save` writes
+each of them whole or not at all, with the place to go on from in `manifest.json`. Kill it whenever you like and start it
+again: the result is byte for byte that of a run left alone. Memory stays flat: under 1 GB for this process.
 """
 
 import codecs
 import glob
-import gzip
 import hashlib
 import io
 import itertools
@@ -25,12 +24,11 @@ import sys
 import sysconfig
 import threading
 import time
-import tokenize as python_source
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -52,7 +50,8 @@ NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20  # what a worker gets at a time, at most
 STRETCH = 2**20  # bytes of a text file that are one piece of work
 WAITS = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)  # seconds before reading from the network is tried again
-COUNTS = ("documents", "contaminated", "cuts", "dropped", "duplicates", "hashes")  # what the manifest counts
+NOT_SHAPING = ("data_dir", "workers", "hellaswag_path", "dry_run", "verify")  # options that do not change the shards
+COUNTS = ("documents", "contaminated", "cuts", "dropped", "duplicates")  # what the manifest counts
 
 
 @dataclass
@@ -60,96 +59,72 @@ class Config:
     """Turns text into shards of GPT-2 tokens. Run the same command again to go on after any interruption."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext, tinyshakespeare, stdlib,
-    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl and .parquet files.
+    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
-    # Where the shards go. Default: edu_fineweb10B for fineweb-edu-10B, otherwise data/NAME.
-    data_dir: str = ""
-    # Start of the shards' file names. Default: from the source.
-    name: str = ""
-    # Tokens in a shard (two bytes each).
-    shard_size: int = 100_000_000
-    # Processes that tokenize. Default (0): one for each core.
-    workers: int = 0
-    # Stop after so many tokens (0: take everything).
-    max_tokens: int = 0
-    # Tokens of the first shard that are held out for validation, and on to the end of that document where it is near.
-    # Default (0): the whole shard, or 5% of a corpus smaller than two shards.
-    val_tokens: int = 0
-    # Column of .jsonl and .parquet files that holds the text.
-    column: str = "text"
-    # Commit, branch or tag of a dataset on the hub. Default: the newest commit, which the manifest then names.
-    revision: str = ""
-    # Drop documents that are exact copies of an earlier one (takes 16 bytes of memory for each document).
-    deduplicate: bool = False
-    # Cut out what shares 13 words in a row with HellaSwag's validation set, as the GPT-3 paper's appendix C does.
-    decontaminate: bool = False
-    # HellaSwag's validation set as a local .jsonl file. Default: download it.
-    hellaswag_path: str = ""
-    # Only read a few hundred documents and estimate documents, tokens, disk and time.
-    dry_run: bool = False
-    # Only check that all shards of data_dir are what the manifest says.
-    verify: bool = False
+    data_dir: str = ""  # where the shards go; default: edu_fineweb10B for fineweb-edu-10B, otherwise data/NAME
+    name: str = ""  # the shards' names begin with it; default: from the source
+    shard_size: int = 100_000_000  # tokens in a shard, two bytes each
+    val_tokens: int = 0  # of the first shard, up to a document's end where it is near; 0 = all, or 5% of less than two shards
+    max_tokens: int = 0  # where to stop; 0 = at the end
+    workers: int = 0  # processes that tokenize; 0 = one for each core
+    column: str = "text"  # of .jsonl and .parquet files: the one that holds the text
+    revision: str = ""  # commit, branch or tag on the hub; default: the newest commit, which the manifest then names
+    deduplicate: bool = False  # drop exact copies of earlier documents, for 16 bytes of memory a document
+    decontaminate: bool = False  # cut out what shares 13 words with HellaSwag's validation set (GPT-3 paper, appendix C)
+    hellaswag_path: str = ""  # that set as a local .jsonl file; default: download it
+    dry_run: bool = False  # only estimate documents, tokens, disk and time, from the first batch
+    verify: bool = False  # only check that all shards of data_dir are what the manifest says
 
 
 # ---- sources ---------------------------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """A document, or a stretch of one that is a long text file. Reading its file from `position` on gives it again."""
+class Text(NamedTuple):
+    """A document, or a stretch of one that is a long text file."""
 
-    position: int  # a row, or the byte at which a line or a stretch begins
     text: str
     starts: bool = True  # the document starts here
-    whole: bool = True  # it starts and ends here
+    ends: bool = True
 
 
 class File(NamedTuple):
     name: str
     size: int  # with the name, for noticing that the corpus has changed
-    read: Callable[[int], Iterator[Piece]]
+    read: Callable[[], Iterator[Text]]
+    commit: str | None = None  # where it is on the hub
 
 
 def open_file(url: str):
-    if url.startswith("https:"):
-        import requests
+    import fsspec
 
-        return io.BytesIO(requests.get(url, timeout=30).content)
-    return gzip.open(url) if url.endswith(".gz") else open(url, "rb")
+    return fsspec.open(url, compression="infer", client_kwargs={"trust_env": True})  # a proxy's address, too
 
 
-def read_text(path: str, _: str, position: int) -> Iterator[Piece]:
+def read_text(path: str, _: str) -> Iterator[Text]:
     """A text file is one document, read in stretches that tokenize as the whole would: none of GPT-2's words goes on from
     a visible character into a space, so that between these two it may be cut."""
-    wanted, ended = STRETCH, False
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    text, starts, ended = "", True, False
     with open_file(path) as f:
         while not ended:
-            f.seek(position)
-            data = f.read(wanted)
-            ended = len(data) < wanted
+            data = f.read(STRETCH)
+            ended = len(data) < STRETCH
             try:
-                text, _ = codecs.utf_8_decode(data, "strict", ended)
+                text += decode(data, ended)
             except UnicodeDecodeError as error:
-                at = position + error.start
+                at = f.tell() - len(error.object) + error.start
                 raise UserError(f"{path} is not UTF-8 (byte {at}): iconv -f ITS_ENCODING -t UTF-8 converts it") from None
-            if not ended:
-                cut = re.match(r".*\S(?=\s)", text, re.DOTALL)
-                wanted = STRETCH if cut else 2 * wanted
-                text = cut[0] if cut else ""
-            if text or ended:
-                yield Piece(position, text, position == 0, ended and position == 0)
-            position += len(text.encode())
+            cut = re.match(r".*\S(?=\s)", text, re.DOTALL)
+            if ended or cut:
+                end = len(text) if ended else cut.end()
+                yield Text(text[:end], starts, ended)
+                text, starts = text[end:], False
 
 
-def read_python(path: Path, position: int) -> Iterator[Piece]:
-    with python_source.open(path) as f:  # in the encoding that the module declares
-        yield Piece(position, f.read())
-
-
-def read_jsonl(path: str, column: str, position: int) -> Iterator[Piece]:
+def read_jsonl(path: str, column: str) -> Iterator[Text]:
     """Each line is an object whose `column` is a document."""
     with open_file(path) as f:
-        f.seek(position)
-        for line in f:
+        for number, line in enumerate(f, 1):
             if line.strip():
                 try:
                     text = json.loads(line)[column]
@@ -157,71 +132,67 @@ def read_jsonl(path: str, column: str, position: int) -> Iterator[Piece]:
                     text = None
                 if not isinstance(text, str):
                     expected = f"a JSON object in UTF-8 with a text as its {column!r} was expected; --column names another"
-                    raise UserError(f"{path}, byte {position}: {expected}")
-                yield Piece(position, text)
-            position += len(line)
+                    raise UserError(f"{path}, line {number}: {expected}")
+                yield Text(text)
 
 
-def read_parquet(path: str, column: str, position: int) -> Iterator[Piece]:
-    """Each row's `column` is a document, a null an empty one. Not by way of `datasets`, which takes a second to start and three
-    times the memory, and reads a file from its start to find a row."""
+def read_parquet(path: str, column: str) -> Iterator[Text]:
+    """Not by way of `datasets`, which takes a second to start and three times the memory."""
     import pyarrow.parquet as pq
 
     with pq.ParquetFile(path, buffer_size=STRETCH, pre_buffer=False) as parquet:  # pre-buffering holds the whole column
-        check_column(path, column, parquet.schema_arrow.names)
-        ends = np.cumsum([parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)], dtype=int)
-        group = int(np.searchsorted(ends, position, side="right"))  # the one that holds `position`
-        batches = parquet.iter_batches(100, range(group, len(ends)), [column], use_threads=False)
-        row = int(ends[group - 1]) if group else 0
-        yield from itertools.dropwhile(lambda piece: piece.position < position, pieces_of(path, column, row, batches))
+        check_column(path, column, parquet.schema_arrow)
+        yield from rows_of(parquet.iter_batches(100, columns=[column], use_threads=False))
 
 
-def read_hub(stream, url: str, column: str, position: int) -> Iterator[Piece]:
-    yield from pieces_of(url, column, position, stream.skip(position).with_format("arrow").iter(batch_size=100))
+def read_hub(stream) -> Iterator[Text]:
+    yield from rows_of(stream.with_format("arrow").iter(batch_size=100))
 
 
-def pieces_of(name: str, column: str, first: int, batches: Iterable) -> Iterator[Piece]:
-    """The documents in Arrow's batches of rows, `first` being the number of the first."""
-    for row, text in enumerate((text for batch in batches for text in batch.column(column).to_pylist()), first):
-        if not isinstance(text, str | None):
-            raise UserError(f"{name} has no text in column {column!r}; --column names another")
-        yield Piece(row, text or "")
+def rows_of(batches: Iterable) -> Iterator[Text]:
+    """Each row of Arrow's batches is a document, a null an empty one."""
+    for batch in batches:
+        for text in batch.column(0).to_pylist():
+            yield Text(text or "")
 
 
-def check_column(name: str, column: str, names: Iterable[str]) -> None:
-    if column not in names:
-        raise UserError(f"{name} has no column {column!r} but {', '.join(names)}; --column names another")
+def check_column(name: str, column: str, schema) -> None:
+    types = dict(zip(schema.names, map(str, schema.types), strict=True))
+    if types.get(column) not in ("string", "large_string"):
+        columns = ", ".join(f"{key} ({value})" for key, value in types.items())
+        raise UserError(f"{name} has no column {column!r} of text but {columns}; --column names another")
 
 
+JSON = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 READERS = {".txt": read_text, ".parquet": read_parquet}
-READERS |= dict.fromkeys((".jsonl", ".jsonl.gz", ".json", ".json.gz"), read_jsonl)
+READERS |= dict.fromkeys(JSON, read_jsonl)
 
 
-def find_files(source: str, column: str) -> list[File]:
+def find_files(source: str, column: str) -> Iterator[File]:
     """The files behind one `--source` that is not on the hub, in the order in which they are read."""
     if source == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
         modules = [path.relative_to(root) for path in root.rglob("*.py")]
         modules = [path.as_posix() for path in modules if not NOT_MODULES & set(path.parts)]
         # An order that looks random but is always the same makes the held-out start a fair sample of all packages.
-        modules.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        return [File(name, (root / name).stat().st_size, partial(read_python, root / name)) for name in modules]
+        for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
+            yield File(name, (root / name).stat().st_size, partial(read_text, str(root / name), ""))
+        return
     if source == "tinyshakespeare":
-        return [File(TINYSHAKESPEARE, 0, partial(read_text, TINYSHAKESPEARE, ""))]
+        yield File(TINYSHAKESPEARE, 0, partial(read_text, TINYSHAKESPEARE, ""))
+        return
     paths = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
     if not paths:
         raise UserError(f"--source {source}: no such file, and no known source; `python fineweb.py --help` lists those")
-    files = []
     for path in paths:
         reader = next((reader for suffix, reader in READERS.items() if path.endswith(suffix)), None)
         if not reader or not os.path.isfile(path):
             raise UserError(f"--source {path} is no .txt, .jsonl or .parquet file; of a folder, give the files: '{path}/*.txt'")
-        files.append(File(path, os.path.getsize(path), partial(reader, path, column)))
-    return files
+        yield File(path, os.path.getsize(path), partial(reader, path, column))
 
 
-def find_on_hub(source: str, column: str, revision: str, _: int) -> Iterator[tuple[int, list[File], str]]:
-    """The files of a dataset on the hub, and the commit that they are of: one item, so that `patiently` can ask again."""
+def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
+    """The files of a dataset on the hub, which `datasets` streams: no copy on the disk, nobody else's code."""
     os.environ.setdefault("USE_TORCH", "0")  # `datasets` would import torch, 200 MB for nothing
     from datasets import load_dataset_builder
     from huggingface_hub import HfApi
@@ -235,46 +206,38 @@ def find_on_hub(source: str, column: str, revision: str, _: int) -> Iterator[tup
         builder = load_dataset_builder(repository, config or None, revision=commit)
     except (ValueError, RuntimeError) as error:  # no such configuration; a loading script, which nobody should run
         raise UserError(f"{source}: {str(error).splitlines()[0]} ({hint})") from None
-    splits = builder.config.data_files or {}
-    if split not in splits:
-        raise UserError(f"{source} has no split {split!r} but {', '.join(splits)}; write hub:OWNER/NAME:CONFIG:SPLIT")
-    if strange := [url for url in splits[split] if not url.endswith(tuple(READERS)) or url.endswith(".txt")]:
-        raise UserError(f"{strange[0]} is neither parquet nor jsonl, so it cannot be read; {hint}")
-    stream, n = builder.as_streaming_dataset(split), len(splits[split])
-    check_column(source, column, stream.features or [column])
-    streams = [stream.select_columns(column).shard(n, i) for i in range(n)]  # one for each file
-    yield 0, [File(url, 0, partial(read_hub, streams[i], url, column)) for i, url in enumerate(splits[split])], commit
+    if (kind := builder.info.builder_name) not in ("parquet", "json"):
+        raise UserError(f"{source} is a dataset of the kind {kind}, and only parquet and jsonl are read; {hint}")
+    if split not in (urls := builder.config.data_files):
+        raise UserError(f"{source} has no split {split!r} but {', '.join(urls)}; write hub:OWNER/NAME:CONFIG:SPLIT")
+    stream, urls = builder.as_streaming_dataset(split), urls[split]
+    check_column(source, column, stream.features.arrow_schema)
+    for i, url in enumerate(urls):  # each is a shard of the stream
+        yield File(url, 0, partial(read_hub, stream.select_columns(column).shard(len(urls), i)), commit)
 
 
-def find_sources(config: Config, commits: dict[str, str]) -> tuple[list[File], list[dict]]:
-    """All files to read, and what the manifest says of them; `commits` are those that an earlier start has settled on."""
-    files, sources = [], []
+def find_sources(config: Config, commits: dict[str, str | None]) -> list[File]:
+    """All files to read. `commits` are those of the sources that an earlier start has settled on; those of others are added."""
+    files = []
     for source in config.source:
-        hub, commit = HUB.get(source, source), None
-        if hub.startswith("hub:"):
-            find = partial(find_on_hub, hub, config.column, commits.get(source) or config.revision)
-            _, found, commit = next(patiently(hub, find))
-        else:
-            found = find_files(source, config.column)
-        sources.append({"source": source, "commit": commit, "files": len(found)})
+        find, name = partial(find_files, source, config.column), HUB.get(source, source)
+        if name.startswith("hub:"):
+            find = partial(find_on_hub, name, config.column, commits.get(source) or config.revision)
+        found = list(patiently(name, find))
+        commits[source] = found[0].commit
         files += found
-    return files, sources
+    return files
 
 
-def fingerprint(files: list[File]) -> str:
-    return hashlib.sha256("".join(f"{file.name} {file.size}\n" for file in files).encode()).hexdigest()
-
-
-def patiently(name: str, read: Callable, position: int = 0) -> Iterator:
-    """What read(position) gives. Where the network fails it waits, longer each time, and goes on from the last place."""
-    waits = WAITS if re.match("hub:|hf:|https:", name) else ()
-    failures, done = 0, None
+def patiently(name: str, read: Callable[[], Iterator], done: int = 0) -> Iterator:
+    """What read() gives, without the first `done`. Where the network fails it waits, longer each time, and then goes on."""
+    waits = WAITS if re.match("(hub|hf|https?):", name) else ()
+    failures = 0
     while True:
         try:
-            for piece in read(position):
-                if piece[0] != done:
-                    yield piece
-                    failures, position, done = 0, piece[0], piece[0]
+            for item in itertools.islice(read(), done, None):
+                yield item
+                done, failures = done + 1, 0
             return
         except UserError:
             raise
@@ -288,19 +251,20 @@ def patiently(name: str, read: Callable, position: int = 0) -> Iterator:
         failures += 1
 
 
-def documents(files: list[File], first: int = 0, position: int = 0) -> Iterator[tuple[int, list[Piece]]]:
-    """All text from a position in the first file on, in batches of work for `tokenize`: (number of the file, pieces)."""
-    batch, chars, begun = [], 0, first
-    for i, file in enumerate(files[first:], first):
-        for piece in patiently(file.name, file.read, position if i == first else 0):
-            begun = begun if batch else i
-            batch.append(piece)
-            chars += len(piece.text)
+def documents(files: list[File], file: int = 0, number: int = 0) -> Iterator[tuple[int, int, list[Text]]]:
+    """All text from a place on, in batches of work for `tokenize`: (file, number of the first text in it, texts)."""
+    place, batch, chars = (), [], 0
+    for i in range(file, len(files)):
+        for j, text in enumerate(patiently(files[i].name, files[i].read, number), number):
+            place = place if batch else (i, j)
+            batch.append(text)
+            chars += len(text.text)
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                yield begun, batch
+                yield *place, batch
                 batch, chars = [], 0
+        number = 0
     if batch:
-        yield begun, batch
+        yield *place, batch
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -376,39 +340,36 @@ def start_worker(of_worker: Benchmark | None) -> None:
     get_tokenizer()
 
 
-def tokenize(pieces: list[Piece], hashed: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[bytes]]:
-    """Runs in the workers. For n pieces: their tokens as uint16; the number of tokens of each; its share in the COUNTS,
-    (n, len(COUNTS)); if `hashed`, its hash."""
-    tokens, lengths, counts = [START[:0]], np.zeros(len(pieces), int), np.zeros((len(pieces), len(COUNTS)), int)
-    for i, (_, text, starts, _) in enumerate(pieces):
+def tokenize(texts: list[Text]) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[bytes | None]]:
+    """Runs in the workers. The tokens of n texts as uint16; of each the number of tokens, its share in the COUNTS, (n,
+    len(COUNTS)), and the hash, if it is a whole document."""
+    tokens, lengths, counts, hashes = [START[:0]], np.zeros(len(texts), int), np.zeros((len(texts), len(COUNTS)), int), []
+    for i, (text, starts, ends) in enumerate(texts):
         parts, cuts = [(0, len(text))], 0
         if benchmark and (matches := benchmark.find(text)):
             parts, cuts = cut_out(text, matches)
-        counts[i, :4] = starts, cuts > 0, cuts, not parts
         for start, end in parts:
             encoded = ([START] if start or starts else []) + encode(text[start:end])
             lengths[i] += sum(map(len, encoded))
             tokens += encoded
-    hashes = [hashlib.blake2b(piece.text.encode(errors="surrogatepass"), digest_size=16).digest() for piece in pieces if hashed]
+        counts[i, :4] = starts, cuts > 0, cuts, not parts
+        data = text.encode(errors="surrogatepass")
+        hashes.append(hashlib.blake2b(data, digest_size=16).digest() if starts and ends else None)
     return np.concatenate(tokens).astype(np.uint16), lengths, counts, hashes
 
 
-def in_workers(pool, reader, batches: Iterator, ahead: int, hashed: bool) -> Iterator[tuple[int, list[Piece], tuple]]:
-    """Each batch with what `tokenize` makes of it, in order, while the next are being read and tokenized."""
-    waiting, batch, failure = deque(), True, None
-    while batch or waiting:
-        try:  # in a thread: the wait for it can be interrupted, the network cannot
-            batch = batch and reader.submit(next, batches, None).result()
-        except UserError as error:  # raised after all that came before it
-            batch, failure = None, error
-        if batch:
-            file, pieces = batch
-            waiting.append((file, [piece._replace(text="") for piece in pieces], pool.submit(tokenize, pieces, hashed)))
-        if waiting and (not batch or len(waiting) > ahead):
-            file, pieces, future = waiting.popleft()
-            yield file, pieces, future.result()
-    if failure:
-        raise failure
+def in_workers(pool, reader, batches: Iterator, ahead: int) -> Iterator[tuple[int, int, tuple]]:
+    """Each batch with what `tokenize` makes of it, in order, and what went wrong in reading after all that came before it;
+    meanwhile the next are read, in a thread, and tokenized."""
+
+    def start():
+        if batch := next(batches, None):
+            return *batch[:2], pool.submit(tokenize, batch[2])
+
+    started = deque(reader.submit(start) for _ in range(ahead))
+    while batch := started.popleft().result():
+        started.append(reader.submit(start))
+        yield *batch[:2], batch[2].result()
 
 
 class Seen:
@@ -416,15 +377,14 @@ class Seen:
     memory. They are also in a file, from which the first `count` are taken up again."""
 
     def __init__(self, path: Path, count: int):
-        self.path, self.saved = path, count
-        self.buckets, self.fresh = [bytearray() for _ in range(2**16)], bytearray()
-        with open(path, "a+b") as f:
-            f.seek(0)
-            for _ in range(count):
-                self.add(f.read(16))
-        self.fresh.clear()
+        self.count, self.buckets = 0, [bytearray() for _ in range(2**16)]
+        self.file = open(path, "a+b")  # noqa: SIM115
+        self.file.seek(0)
+        for _ in range(count):
+            self.remember(self.file.read(16))
+        self.file.truncate(16 * count)
 
-    def add(self, digest: bytes) -> bool:
+    def remember(self, digest: bytes) -> bool:
         """False where it has been there before."""
         bucket, rest = self.buckets[digest[0] + 256 * digest[1]], digest[2:]
         at = bucket.find(rest)
@@ -432,31 +392,28 @@ class Seen:
             at = bucket.find(rest, at + 1)
         if at < 0:
             bucket += rest
-            self.fresh += digest
+            self.count += 1
         return at < 0
 
-    def save(self, count: int) -> None:
-        """Makes the first `count` hashes last; in a thread of its own, while others are added."""
-        size = 16 * (count - self.saved)
-        with open(self.path, "r+b") as f:
-            f.seek(16 * self.saved)
-            f.write(self.fresh[:size])
-            f.flush()
-            os.fsync(f.fileno())
-        del self.fresh[:size]
-        self.saved = count
+    def add(self, digest: bytes) -> bool:
+        return self.remember(digest) and bool(self.file.write(digest))
+
+    def save(self) -> None:
+        """Makes all that were added last; more may be added meanwhile."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
 
 
 def token_stream(results: Iterable, limit: int, seen: Seen | None, counts, bar) -> Iterator[tuple[dict, np.ndarray]]:
     """The tokens of each batch without duplicates, up to `limit` in all, after the place at which the batch begins and the
     COUNTS up to there; `counts` goes on counting, and so does the progress bar."""
-    for file, pieces, (tokens, lengths, added, hashes) in results:
-        cursor = {"file": file, "position": pieces[0].position, "counts": dict(zip(COUNTS, counts.tolist(), strict=True))}
+    for file, number, (tokens, lengths, added, hashes) in results:
+        cursor = {"file": file, "text": number, "hashes": seen.count if seen else 0}
+        cursor["counts"] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if seen:
-            new = np.array([not piece.whole or seen.add(digest) for piece, digest in zip(pieces, hashes, strict=True)])
+            new = np.array([digest is None or seen.add(digest) for digest in hashes])
             tokens, lengths = tokens[np.repeat(new, lengths)], lengths * new
-            added[~new, 1:4] = 0  # a copy is a duplicate and nothing else
-            added[:, 4], added[:, 5] = ~new, new & [piece.whole for piece in pieces]
+            added[~new] = 1, 0, 0, 0, 1  # a copy is a duplicate and nothing else
         counts += added[: np.searchsorted(np.cumsum(lengths), limit) + 1].sum(axis=0)
         bar.update(min(len(tokens), limit))
         yield cursor, tokens[:limit]
@@ -520,19 +477,10 @@ def write_whole(path: Path, *chunks) -> str:
             f.flush()
             os.fsync(f.fileno())
         os.replace(temporary, path)
-    except OSError as error:
+    except OSError:
         temporary.unlink(missing_ok=True)
-        message = f"{path} cannot be written ({error.strerror}); that mended, the same command goes on from here"
-        raise UserError(message) from None
+        raise
     return sha256.hexdigest()
-
-
-def write_shard(path: Path, split: str, tokens: np.ndarray) -> dict:
-    """A one-dimensional uint16 .npy, byte for byte as np.save writes it. Returns its entry in the manifest."""
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
-    sha256 = write_whole(path, header.getvalue(), tokens.data.cast("B"))
-    return {"name": path.name, "split": split, "tokens": len(tokens), "sha256": sha256}
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -542,51 +490,51 @@ def write_manifest(folder: Path, manifest: dict) -> None:
 def save(folder: Path, manifest: dict, index: int, tokens: np.ndarray, cursor: dict, seen: Seen | None) -> None:
     """Writes a shard and then the manifest that counts on it, so that there is always a place to go on from."""
     if seen:
-        seen.save(cursor["counts"]["hashes"])
-    split = "train" if index else "val"
-    manifest["shards"].append(write_shard(folder / f"{manifest['name']}_{split}_{index:06d}.npy", split, tokens))
+        seen.save()
+    split, header = "train" if index else "val", io.BytesIO()
+    path = folder / f"{manifest['options']['name']}_{split}_{index:06d}.npy"
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
+    sha256 = write_whole(path, header.getvalue(), tokens.data.cast("B"))  # byte for byte as np.save writes it
+    manifest["shards"].append({"name": path.name, "split": split, "tokens": len(tokens), "sha256": sha256})
     manifest["tokens"] += len(tokens)
     manifest["counts"], manifest["cursor"] = cursor.pop("counts"), cursor
     write_manifest(folder, manifest)
 
 
-def read_manifest(folder: Path) -> dict | None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text()) if path.exists() else None
-    if manifest and not {"name", "options", "sources", "shards", "tokens", "counts", "cursor"} <= manifest.keys():
-        raise UserError(f"{path} was not written by this version of fineweb.py; choose another --data-dir")
-    return manifest
-
-
-def begin_or_go_on(folder: Path, name: str, options: dict) -> dict:
+def begin_or_go_on(folder: Path, options: dict) -> dict:
     """The manifest of a folder, or that of an empty one. Raises UserError if it is not what the options ask for."""
-    manifest = read_manifest(folder)
-    if manifest is None:
+    path = folder / "manifest.json"
+    if not path.exists():
         if strange := sorted(folder.glob("*.npy")):
             raise UserError(f"{folder} has no manifest.json but holds {strange[0].name}; choose another --data-dir")
-        counts, start = dict.fromkeys(COUNTS, 0), {"file": 0, "position": 0, "token": 0}
-        return {"name": name, "options": options, "sources": [], "shards": [], "tokens": 0, "counts": counts, "cursor": start}
-    before, now = manifest["options"] | {"name": manifest["name"]}, options | {"name": name}
-    if other := [f"--{key.replace('_', '-')} {before.get(key)}, not {now[key]}" for key in now if before.get(key) != now[key]]:
-        raise UserError(f"{folder} was made with {'; '.join(other)}: give the same again, or another --data-dir")
+        start = {"file": 0, "text": 0, "token": 0, "hashes": 0, "read": None}
+        manifest = {"options": options, "sources": {}, "shards": [], "tokens": 0}
+        return manifest | {"counts": dict.fromkeys(COUNTS, 0), "cursor": start}
+    manifest = json.loads(path.read_text())
+    before = manifest.get("options", {})
+    if other := [key for key in options if before.get(key) != options[key]]:
+        told = "; ".join(f"--{key.replace('_', '-')} {before.get(key)}, not {options[key]}" for key in other)
+        raise UserError(f"{folder} was made with {told}: give the same again, or another --data-dir")
     if missing := [shard["name"] for shard in manifest["shards"] if not (folder / shard["name"]).exists()]:
         raise UserError(f"{folder / missing[0]} is missing; delete {folder} and start again")
     return manifest
 
 
 def describe(folder: Path, manifest: dict) -> str:
-    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n and name != "hashes")
+    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
     return f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})"
 
 
 def verify(folder: Path) -> None:
     """Compares each shard with its sha256 in the manifest."""
-    if (manifest := read_manifest(folder)) is None:
+    path = folder / "manifest.json"
+    if not path.exists():
         raise UserError(f"{folder} has no manifest.json to verify its shards by; --data-dir names another")
+    manifest = json.loads(path.read_text())
     hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.glob("*.npy")}
     if damaged := [shard["name"] for shard in manifest["shards"] if hashes.get(shard["name"]) != shard["sha256"]]:
         raise UserError(f"{folder}: missing or damaged: {', '.join(damaged)}; delete {folder} and make it again")
-    print(f"{folder}: all {len(hashes)} shards are as they were written")
+    print(f"{folder}: all {len(manifest['shards'])} shards are as they were written")
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -594,12 +542,12 @@ def verify(folder: Path) -> None:
 
 def check(config: Config) -> None:
     """Raises UserError that tells all that is wrong with the command line."""
-    sizes = ("shard_size", "workers", "max_tokens", "val_tokens")
-    wrong = [f"--{key.replace('_', '-')} {getattr(config, key)} is negative" for key in sizes if getattr(config, key) < 0]
+    wrong = []
+    for key, least in ("shard_size", 1), ("workers", 0), ("max_tokens", 0), ("val_tokens", 0):
+        if (value := getattr(config, key)) < least:
+            wrong.append(f"--{key.replace('_', '-')} {value} is less than {least}")
     if not config.source:
         wrong.append("--source names nothing to read")
-    if not config.shard_size:
-        wrong.append("--shard-size 0 has room for nothing; the default is 100000000")
     if config.val_tokens > config.shard_size:
         wrong.append(f"--val-tokens {config.val_tokens} are more than one shard: raise --shard-size {config.shard_size}")
     if not re.fullmatch(r"[\w.-]*", config.name):
@@ -615,35 +563,33 @@ def default_name(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "", last).lower() or "text"
 
 
-def share_of(file: File, pieces: list[Piece]) -> float:
-    """How much of a file its first pieces are."""
-    if file.name.endswith(".parquet"):
-        import fsspec
+def texts_in(file: File) -> float:
+    if not file.name.endswith((".parquet", *JSON)):
+        return max(1, file.size / STRETCH)
+    with open_file(file.name) as f:
+        if not file.name.endswith(".parquet"):
+            return sum(1 for line in f if line.strip())
         import pyarrow.parquet as pq
 
-        with fsspec.open(file.name) as f:
-            return len(pieces) / pq.read_metadata(f).num_rows
-    read = max(pieces[-1].position, sum(len(piece.text.encode(errors="replace")) for piece in pieces))
-    with open_file(file.name) as f:
-        return read / sum(map(len, f))
+        return pq.read_metadata(f).num_rows
 
 
 def estimate(files: list[File], workers: int) -> str:
-    """What the whole will come to, from its first few hundred documents."""
-    batches = ((i, piece) for i, file in enumerate(files) for piece in patiently(file.name, file.read))
-    sample = list(itertools.islice(batches, 500))
+    """What the whole will come to, judged by the first batch of documents."""
+    batches = documents(files)
+    (_, _, texts), rest = next(batches), next(batches, None)
     get_tokenizer()
     began = time.perf_counter()
-    tokens = len(tokenize([piece for _, piece in sample], False)[0])
+    tokens = len(tokenize(texts)[0])
     minutes = (time.perf_counter() - began) / 60 / workers
-    share = 1.0  # of the whole that has been read
-    if len(sample) == 500:
-        last, sizes = sample[-1][0], [file.size or 1 for file in files]  # the hub's files are about the same size
-        of_last = share_of(files[last], [piece for i, piece in sample if i == last])
-        share = (sum(sizes[:last]) + sizes[last] * of_last) / sum(sizes)
+    share = 1.0  # of the whole that the batch is, up to the place where the next begins
+    if rest:
+        file, number, _ = rest
+        sizes = [file.size or 1 for file in files]  # the hub's files are about the same size
+        share = (sum(sizes[:file]) + sizes[file] * number / texts_in(files[file])) / sum(sizes)
     disk = f"{2 * tokens / share / 1e9:,.3f} GB of shards ({shutil.disk_usage('.').free / 1e9:,.0f} GB are free here)"
     pace = f"{minutes / share:,.1f} minutes with {workers} workers if reading keeps up"
-    return f"about {len(sample) / share:,.0f} documents, {tokens / share:,.0f} tokens, {disk}, {pace}"
+    return f"about {len(texts) / share:,.0f} documents, {tokens / share:,.0f} tokens, {disk}, {pace}"
 
 
 def load_benchmark(path: str) -> Benchmark:
@@ -652,54 +598,51 @@ def load_benchmark(path: str) -> Benchmark:
     return Benchmark(f"{x['ctx']} {ending}" for x in iterate_examples("val", path) for ending in x["endings"])
 
 
-def build(config: Config, folder: Path, name: str, workers: int) -> None:
+def fingerprint(files: list[File], benchmark: Benchmark | None) -> str:
+    """Of what has been read so far, to notice where it changes between an interruption and the next start."""
+    read = "".join(f"{file.name} {file.size}\n" for file in files).encode()
+    return hashlib.sha256(read + (benchmark.hashes.tobytes() if benchmark else b"")).hexdigest()
+
+
+def build(config: Config, folder: Path) -> None:
     """Fills the folder with shards, from wherever an earlier start has left off."""
     from tqdm import tqdm
 
-    shaping = ("shard_size", "max_tokens", "val_tokens", "column", "revision", "deduplicate", "decontaminate")
-    manifest = begin_or_go_on(folder, name, {"source": list(config.source)} | {key: getattr(config, key) for key in shaping})
-    if (cursor := manifest["cursor"]) is None:
+    options = {key: value for key, value in asdict(config).items() if key not in NOT_SHAPING}
+    manifest = begin_or_go_on(folder, options | {"source": list(config.source)})
+    if (start := manifest["cursor"]) is None:
         print(f"{describe(folder, manifest)}; it is complete, nothing to do")
         return
-    files, manifest["sources"] = find_sources(config, {source["source"]: source["commit"] for source in manifest["sources"]})
-    of_workers = load_benchmark(config.hellaswag_path) if config.decontaminate else None
-    manifest["benchmark"] = hashlib.sha256(of_workers.hashes).hexdigest() if of_workers else None
-    if cursor.get("read") not in (None, [fingerprint(files[: cursor["file"] + 1]), manifest["benchmark"]]):
+    files = find_sources(config, manifest["sources"])
+    benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
+    if start["read"] not in (None, fingerprint(files[: start["file"] + 1], benchmark)):
         raise UserError(f"what was read before {folder} was left off has changed since; delete it and start again")
     for unfinished in folder.glob("*.tmp"):
         unfinished.unlink()
-    write_manifest(folder, manifest)
-    seen = Seen(folder / ".hashes", manifest["counts"]["hashes"]) if config.deduplicate else None
+    seen = Seen(folder / ".hashes", start["hashes"]) if config.deduplicate else None
     counts = np.array(list(manifest["counts"].values()))
-    limit = cursor["token"] + config.max_tokens - manifest["tokens"] if config.max_tokens else sys.maxsize
+    limit = start["token"] + config.max_tokens - manifest["tokens"] if config.max_tokens else sys.maxsize
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # its word on a killed process's semaphores
-    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(of_workers,))
+    pool = ProcessPoolExecutor(config.workers, initializer=start_worker, initargs=(benchmark,))
     pool.submit(os.getpid).result()  # where processes are forked, do so before there are threads
-    total = config.max_tokens or None
-    bar = tqdm(desc=name, initial=manifest["tokens"], total=total, unit="tok", unit_scale=True, disable=None)
-    with pool, ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as writer, bar:
-        try:
-            batches = documents(files, cursor["file"], cursor["position"])
-            results = in_workers(pool, reader, batches, 2 * workers + 1, config.deduplicate)
-            stream = token_stream(results, limit, seen, counts, bar)
-            shards = pack(stream, config.shard_size, config.val_tokens, len(manifest["shards"]), cursor["token"])
-            writing = None
-            for index, tokens, after in shards:
-                after["read"] = [fingerprint(files[: after["file"] + 1]), manifest["benchmark"]]
-                if writing:
-                    writing.result()  # at most one shard is being written while the next is filled
-                writing = writer.submit(save, folder, manifest, index, tokens, after, seen)
-            if writing:
-                writing.result()
-        except BrokenProcessPool:
-            raise UserError("a worker was killed, for want of memory? the same command goes on, as does --workers 1") from None
-        except KeyboardInterrupt:
-            print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
-            os._exit(130)  # at once, workers and all: reading may be waiting for the network, writing for the disk
+    unit = {"unit": "tok", "unit_scale": True}
+    with tqdm(desc=config.name, initial=manifest["tokens"], total=config.max_tokens or None, disable=None, **unit) as bar:
+        batches = documents(files, start["file"], start["text"])
+        results = in_workers(pool, ThreadPoolExecutor(1), batches, 2 * config.workers + 1)
+        stream = token_stream(results, limit, seen, counts, bar)
+        shards = pack(stream, config.shard_size, config.val_tokens, len(manifest["shards"]), start["token"])
+        with ThreadPoolExecutor(1) as writer:
+            writing = writer.submit(write_manifest, folder, manifest)
+            for index, tokens, cursor in shards:
+                cursor["read"] = fingerprint(files[: cursor["file"] + 1], benchmark)
+                writing.result()  # at most one shard is being written while the next is filled
+                writing = writer.submit(save, folder, manifest, index, tokens, cursor, seen)
+            writing.result()
     manifest["counts"], manifest["cursor"] = dict(zip(COUNTS, counts.tolist(), strict=True)), None
     write_manifest(folder, manifest)
     if seen:
-        seen.path.unlink()
+        seen.file.close()
+        Path(seen.file.name).unlink()
     print(describe(folder, manifest))
 
 
@@ -709,33 +652,47 @@ def main() -> None:
 
     config = tyro.cli(Config)
     check(config)
-    name = config.name or default_name(config.source[0])
-    folder = Path(config.data_dir or ("edu_fineweb10B" if config.source == Config.source else f"data/{name}"))
-    workers = config.workers or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    config.name = config.name or default_name(config.source[0])
+    folder = Path(config.data_dir or ("edu_fineweb10B" if config.source == Config.source else f"data/{config.name}"))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    config.workers = config.workers or cores
     if config.verify:
         verify(folder)
     elif config.dry_run:
-        print(f"{', '.join(config.source)}: {estimate(find_sources(config, {})[0], workers)}")
+        print(f"{', '.join(config.source)}: {estimate(find_sources(config, {}), config.workers)}")
     else:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(folder / ".lock", timeout=1):  # the workers of a killed process hold it for a moment more
-                build(config, folder, name, workers)
+                build(config, folder)
         except Timeout:
             raise UserError(f"another process is writing to {folder}; wait for it, or choose another --data-dir") from None
+        except OSError as error:  # of reading, `patiently` tells
+            raise UserError(f"{folder} cannot be written ({error.strerror}); that mended, the same command goes on") from None
+        except BrokenProcessPool:
+            raise UserError("a worker was killed, for want of memory? the same command goes on, as does --workers 1") from None
+
+
+def interrupted(*_) -> None:
+    print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
+    os._exit(130)
 
 
 def command() -> None:
-    """`main`, and an end at once: with a stream broken off, Arrow's threads can hang Python's own (apache/arrow#45214)."""
+    """`main`, and an end at once, whatever the threads that read and write and the workers are at: left to itself, Python would
+    wait for a hub that stalls, and a stream broken off can make it hang (apache/arrow#45214)."""
+    signal.signal(signal.SIGINT, interrupted)
+    code = 0
     try:
-        code = run_script(main)
+        run_script(main)
     except SystemExit as end:
-        code = end.code
+        code = end.code or 0
     if isinstance(code, str):
         print(code, file=sys.stderr)
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(bool(code) if isinstance(code, str) else code or 0)
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,20 @@ import pytest
 from tqdm import tqdm
 
 import fineweb
-from fineweb import Benchmark, Piece, Seen, UserError, cut_out, encode, held_out, pack, token_stream, tokenize
+from fineweb import (
+    Benchmark,
+    Seen,
+    Text,
+    UserError,
+    cut_out,
+    documents,
+    encode,
+    find_files,
+    held_out,
+    pack,
+    token_stream,
+    tokenize,
+)
 from tokenizer import EOT, get_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -71,7 +84,7 @@ def tokens_in(folder: Path) -> np.ndarray:
     shards = []
     for i, shard in enumerate(manifest["shards"]):
         assert shard["split"] == ("train" if i else "val")
-        assert shard["name"] == f"{manifest['name']}_{shard['split']}_{i:06d}.npy"
+        assert shard["name"] == f"{manifest['options']['name']}_{shard['split']}_{i:06d}.npy"
         data = (folder / shard["name"]).read_bytes()
         assert hashlib.sha256(data).hexdigest() == shard["sha256"]
         shards.append(np.load(folder / shard["name"]))
@@ -176,16 +189,17 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
         for _ in range(40):
             text = "".join(choose.choices(alphabet, k=choose.randrange(60)))
             (tmp_path / "a.txt").write_bytes(text.encode())
-            pieces = list(fineweb.read_text(str(tmp_path / "a.txt"), "", 0))
+            pieces = list(fineweb.read_text(str(tmp_path / "a.txt"), ""))
             assert "".join(piece.text for piece in pieces) == text
             assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-            assert [piece.whole for piece in pieces] == [len(pieces) == 1] * len(pieces)
+            assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
             assert [token for piece in pieces for part in encode(piece.text) for token in part] == expected([text])[1:].tolist()
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
-def test_reading_goes_on_from_any_position(tmp_path, kind, monkeypatch):
+def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(fineweb, "STRETCH", 40)
+    monkeypatch.setattr(fineweb, "BATCH_DOCUMENTS", 1)
     texts = [*prose(230, words=5), None, ""]
     path = tmp_path / f"corpus.{kind}"
     if kind == "txt":
@@ -194,11 +208,12 @@ def test_reading_goes_on_from_any_position(tmp_path, kind, monkeypatch):
         write_jsonl(path, texts[:-2])
     else:
         write_parquet(path, texts, group=17)
-    [file] = fineweb.find_files(str(path), "text")
-    pieces = list(file.read(0))
-    assert len(pieces) > 200
-    for i in [0, 1, 16, 17, 18, 99, 100, 101, len(pieces) - 2, len(pieces) - 1]:
-        assert list(file.read(pieces[i].position)) == pieces[i:]
+    files = [*find_files(str(path), "text"), *find_files(str(path), "text")]
+    batches = list(documents(files))
+    n = len(batches) // 2
+    assert n > 150 and [batch[:2] for batch in batches] == [(i, j) for i in (0, 1) for j in range(n)]
+    for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
+        assert list(documents(files, *batches[i][:2])) == batches[i:]
 
 
 # ---- the stream and its shards ---------------------------------------------------------------------------------------
@@ -206,10 +221,9 @@ def test_reading_goes_on_from_any_position(tmp_path, kind, monkeypatch):
 
 def stream_of(texts, size, cursor=None, limit=10**9):
     """What the workers and `token_stream` make of texts that come `size` at a time, from a cursor on."""
-    first = cursor["position"] if cursor else 0
-    pieces = [Piece(i, text) for i, text in enumerate(texts)][first:]
-    batches = [pieces[i : i + size] for i in range(0, len(pieces), size)]
-    results = [(0, batch, tokenize(batch, False)) for batch in batches]
+    first = cursor["text"] if cursor else 0
+    batches = [(0, i, [Text(text) for text in texts[i : i + size]]) for i in range(first, len(texts), size)]
+    results = [(file, number, tokenize(batch)) for file, number, batch in batches]
     counts = np.array(list(cursor["counts"].values()) if cursor else [0] * len(fineweb.COUNTS))
     return token_stream(iter(results), limit, None, counts, tqdm(disable=True)), counts
 
@@ -275,12 +289,11 @@ def test_hashes_are_remembered_in_about_16_bytes_and_over_a_restart(tmp_path):
     seen = Seen(tmp_path / "hashes", 0)
     assert [seen.add(h) for h in hashes] == [True] * len(hashes)
     assert not any(seen.add(h) for h in hashes)
-    for count in (12_000, 15_000, 15_500):
-        seen.save(count)
-    again = Seen(tmp_path / "hashes", 15_000)  # the manifest that should have followed the last is lost
+    seen.save()
+    again = Seen(tmp_path / "hashes", 15_000)  # the manifest that should have followed the last 5,000 is lost
     assert [again.add(h) for h in hashes] == [False] * 15_000 + [True] * 5_000
-    again.save(20_000)
-    assert (tmp_path / "hashes").read_bytes() == b"".join(hashes)
+    again.save()
+    assert (tmp_path / "hashes").read_bytes() == b"".join(hashes) and again.count == 20_000
     many = Seen(tmp_path / "many", 0)
     for i in range(300_000):
         many.add(hashlib.blake2b(i.to_bytes(4, "big"), digest_size=16).digest())
@@ -388,13 +401,13 @@ def test_a_dry_run_estimates_and_writes_nothing(tmp_path):
 
 
 def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample():
-    files = fineweb.find_files("stdlib", "text")
-    assert [file[:2] for file in files] == [file[:2] for file in fineweb.find_files("stdlib", "text")]
+    files = list(find_files("stdlib", "text"))
+    assert [file[:2] for file in files] == [file[:2] for file in find_files("stdlib", "text")]
     assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", file.name) for file in files)
     assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
-    batches = list(fineweb.documents(files))
-    pieces = [piece for _, batch in batches for piece in batch]
-    assert len(pieces) == len(files) and batches[-1][0] == len(files) - len(batches[-1][1])
+    batches = list(documents(files))
+    pieces = [piece for *_, batch in batches for piece in batch]
+    assert len(pieces) == len(files) and batches[-1][:2] == (len(files) - len(batches[-1][2]), 0)
     i = [file.name for file in files].index("json/decoder.py")
     assert pieces[i].text == Path(json.decoder.__file__).read_text()
     assert 2e6 < sum(len(piece.text) for piece in pieces) / 3 < 1e7  # about 5M tokens
@@ -602,8 +615,8 @@ def damaged(path: Path, texts: list[str], damage: str) -> Path:
     [
         ("parquet", "parquet", "cannot be read"),
         ("truncated", "parquet", "cannot be read"),
-        ("column", "parquet", "has no column 'text' but content, id; --column names another"),
-        ("numbers", "parquet", "has no text in column 'text'"),
+        ("column", "parquet", "has no column 'text' of text but content (int64), id (string); --column names another"),
+        ("numbers", "parquet", "has no column 'text' of text but text (int64), id (string)"),
         ("latin", "txt", "is not UTF-8 (byte "),
         ("utf-16", "txt", "is not UTF-8 (byte 0)"),
         ("latin line", "jsonl", "a JSON object in UTF-8 with a text as its 'text' was expected"),
@@ -614,9 +627,9 @@ def damaged(path: Path, texts: list[str], damage: str) -> Path:
 def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(tmp_path, damage, kind, message):
     good, bad = prose(300), prose(200, seed=1)
     paths = [write_parquet(tmp_path / "a.parquet", good), damaged(tmp_path / f"b.{kind}", bad, damage)]
-    files = [file for path in paths for file in fineweb.find_files(str(path), "text")]
+    files = [file for path in paths for file in find_files(str(path), "text")]
     with pytest.raises(UserError) as error:
-        list(fineweb.documents(files))
+        list(documents(files))
     assert message in str(error.value) and paths[1].name in str(error.value) and "\n" not in str(error.value)
 
 
@@ -651,7 +664,7 @@ def test_a_source_that_changed_under_a_resumed_run_is_refused(tmp_path):
         (["--source", "nosuch-*.parquet"], "no such file"),
         (["--source", "."], "give the files: './*.txt'"),
         (["--source", "a.pdf"], "no .txt, .jsonl or .parquet"),
-        (["--shard-size", "-1", "--workers", "-2"], "--shard-size -1 is negative; --workers -2 is negative"),
+        (["--shard-size", "-1", "--workers", "-2"], "--shard-size -1 is less than 1; --workers -2 is less than 0"),
         (["--val-tokens", "2000", "--shard-size", "1000"], "--val-tokens 2000 are more than one shard"),
         (["--verify", "--data-dir", "nowhere"], "no manifest.json"),
         (["--name", "a/b"], "cannot begin a file name"),
@@ -791,7 +804,7 @@ def from_hub(server, out: Path, *options, code=0) -> subprocess.CompletedProcess
 def test_a_dataset_is_read_from_the_hub_and_its_commit_noted(tmp_path, hub):
     from_hub(hub, tmp_path / "out")
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"][0]["commit"] == COMMIT
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"] == {"hub:o/d:sample-10BT": COMMIT}
     assert not any(path.endswith(".py") and path in hub.files for path in hub.asked)
     assert not any("other/a.parquet" in path for path in hub.asked)
 
@@ -820,13 +833,13 @@ def test_what_the_hub_does_not_have_is_one_sentence(hub):
         "hub:o/nothere": "cannot be read (RepositoryNotFoundError",
         "hub:o/d:nosuch": "'nosuch' not found. Available: ['default', 'sample-10BT']",
         "hub:o/d:sample-10BT:test": "has no split 'test' but train",
-        "hub:o/d:sample-10BT:train:content": "has no column 'content' but text, id, token_count",
+        "hub:o/d:sample-10BT:train:content": "has no column 'content' of text but text (string), id (string), ",
     }
     program = """
 import sys, fineweb
 for source in sys.argv[1:]:
     try:
-        list(fineweb.documents(fineweb.find_sources(fineweb.Config(source=(source,)), {})[0]))
+        list(fineweb.documents(fineweb.find_sources(fineweb.Config(source=(source,)), {})))
     except fineweb.UserError as error:
         print(error)
 """
