@@ -251,20 +251,20 @@ def patiently(name: str, read: Callable[[], Iterator], done: int = 0) -> Iterato
         failures += 1
 
 
-def documents(files: list[File], file: int = 0, number: int = 0) -> Iterator[tuple[int, int, list[Text]]]:
-    """All text from a place on, in batches of work for `tokenize`: (file, number of the first text in it, texts)."""
-    place, batch, chars = (), [], 0
+def documents(files: list[File], file: int = 0, number: int = 0) -> Iterator[tuple[tuple[int, int], list[Text]]]:
+    """All text from a place, (file, number of the text in it), on: batches of work for `tokenize`, each with its place."""
+    place, batch, chars = (file, number), [], 0
     for i in range(file, len(files)):
         for j, text in enumerate(patiently(files[i].name, files[i].read, number), number):
             place = place if batch else (i, j)
             batch.append(text)
             chars += len(text.text)
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                yield *place, batch
+                yield place, batch
                 batch, chars = [], 0
         number = 0
     if batch:
-        yield *place, batch
+        yield place, batch
 
 
 # ---- tokens ----------------------------------------------------------------------------------------------------------
@@ -358,18 +358,20 @@ def tokenize(texts: list[Text]) -> tuple[np.ndarray, np.ndarray, np.ndarray, lis
     return np.concatenate(tokens).astype(np.uint16), lengths, counts, hashes
 
 
-def in_workers(pool, reader, batches: Iterator, ahead: int) -> Iterator[tuple[int, int, tuple]]:
-    """Each batch with what `tokenize` makes of it, in order, and what went wrong in reading after all that came before it;
-    meanwhile the next are read, in a thread, and tokenized."""
+def in_workers(pool, reader, batches: Iterator, ahead: int) -> Iterator[tuple[tuple[int, int], tuple]]:
+    """What `tokenize` makes of each batch, after its place, in order; what went wrong in reading is raised after all that came
+    before it. Meanwhile the next are read, in a thread, and tokenized."""
 
     def start():
         if batch := next(batches, None):
-            return *batch[:2], pool.submit(tokenize, batch[2])
+            place, texts = batch
+            return place, pool.submit(tokenize, texts)
 
     started = deque(reader.submit(start) for _ in range(ahead))
     while batch := started.popleft().result():
         started.append(reader.submit(start))
-        yield *batch[:2], batch[2].result()
+        place, future = batch
+        yield place, future.result()
 
 
 class Seen:
@@ -407,7 +409,7 @@ class Seen:
 def token_stream(results: Iterable, limit: int, seen: Seen | None, counts, bar) -> Iterator[tuple[dict, np.ndarray]]:
     """The tokens of each batch without duplicates, up to `limit` in all, after the place at which the batch begins and the
     COUNTS up to there; `counts` goes on counting, and so does the progress bar."""
-    for file, number, (tokens, lengths, added, hashes) in results:
+    for (file, number), (tokens, lengths, added, hashes) in results:
         cursor = {"file": file, "text": number, "hashes": seen.count if seen else 0}
         cursor["counts"] = dict(zip(COUNTS, counts.tolist(), strict=True))
         if seen:
@@ -520,11 +522,6 @@ def begin_or_go_on(folder: Path, options: dict) -> dict:
     return manifest
 
 
-def describe(folder: Path, manifest: dict) -> str:
-    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
-    return f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})"
-
-
 def verify(folder: Path) -> None:
     """Compares each shard with its sha256 in the manifest."""
     path = folder / "manifest.json"
@@ -564,27 +561,25 @@ def default_name(source: str) -> str:
 
 
 def texts_in(file: File) -> float:
-    if not file.name.endswith((".parquet", *JSON)):
-        return max(1, file.size / STRETCH)
-    with open_file(file.name) as f:
-        if not file.name.endswith(".parquet"):
-            return sum(1 for line in f if line.strip())
-        import pyarrow.parquet as pq
+    import pyarrow.parquet as pq
 
-        return pq.read_metadata(f).num_rows
+    if file.name.endswith((".parquet", *JSON)):
+        with open_file(file.name) as f:
+            return pq.read_metadata(f).num_rows if file.name.endswith(".parquet") else sum(1 for line in f if line.strip())
+    return max(1, file.size / STRETCH)
 
 
 def estimate(files: list[File], workers: int) -> str:
     """What the whole will come to, judged by the first batch of documents."""
     batches = documents(files)
-    (_, _, texts), rest = next(batches), next(batches, None)
+    (_, texts), rest = next(batches), next(batches, None)
     get_tokenizer()
     began = time.perf_counter()
     tokens = len(tokenize(texts)[0])
     minutes = (time.perf_counter() - began) / 60 / workers
     share = 1.0  # of the whole that the batch is, up to the place where the next begins
     if rest:
-        file, number, _ = rest
+        (file, number), _ = rest
         sizes = [file.size or 1 for file in files]  # the hub's files are about the same size
         share = (sum(sizes[:file]) + sizes[file] * number / texts_in(files[file])) / sum(sizes)
     disk = f"{2 * tokens / share / 1e9:,.3f} GB of shards ({shutil.disk_usage('.').free / 1e9:,.0f} GB are free here)"
@@ -611,7 +606,7 @@ def build(config: Config, folder: Path) -> None:
     options = {key: value for key, value in asdict(config).items() if key not in NOT_SHAPING}
     manifest = begin_or_go_on(folder, options | {"source": list(config.source)})
     if (start := manifest["cursor"]) is None:
-        print(f"{describe(folder, manifest)}; it is complete, nothing to do")
+        print(f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do")
         return
     files = find_sources(config, manifest["sources"])
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
@@ -643,7 +638,8 @@ def build(config: Config, folder: Path) -> None:
     if seen:
         seen.file.close()
         Path(seen.file.name).unlink()
-    print(describe(folder, manifest))
+    counted = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
+    print(f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counted})")
 
 
 def main() -> None:
@@ -674,7 +670,7 @@ def main() -> None:
 
 
 def interrupted(*_) -> None:
-    print("\ninterrupted: the same command goes on from the last whole shard", file=sys.stderr, flush=True)
+    os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")  # print may be interrupted itself
     os._exit(130)
 
 

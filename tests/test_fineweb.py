@@ -211,9 +211,9 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     files = [*find_files(str(path), "text"), *find_files(str(path), "text")]
     batches = list(documents(files))
     n = len(batches) // 2
-    assert n > 150 and [batch[:2] for batch in batches] == [(i, j) for i in (0, 1) for j in range(n)]
+    assert n > 150 and [place for place, _ in batches] == [(i, j) for i in (0, 1) for j in range(n)]
     for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
-        assert list(documents(files, *batches[i][:2])) == batches[i:]
+        assert list(documents(files, *batches[i][0])) == batches[i:]
 
 
 # ---- the stream and its shards ---------------------------------------------------------------------------------------
@@ -222,8 +222,7 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
 def stream_of(texts, size, cursor=None, limit=10**9):
     """What the workers and `token_stream` make of texts that come `size` at a time, from a cursor on."""
     first = cursor["text"] if cursor else 0
-    batches = [(0, i, [Text(text) for text in texts[i : i + size]]) for i in range(first, len(texts), size)]
-    results = [(file, number, tokenize(batch)) for file, number, batch in batches]
+    results = [((0, i), tokenize([Text(text) for text in texts[i : i + size]])) for i in range(first, len(texts), size)]
     counts = np.array(list(cursor["counts"].values()) if cursor else [0] * len(fineweb.COUNTS))
     return token_stream(iter(results), limit, None, counts, tqdm(disable=True)), counts
 
@@ -370,7 +369,7 @@ def test_a_finished_directory_says_so_and_other_options_are_refused(tmp_path):
     run(*command)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     again = run(*command, "--workers", 1)
-    assert "complete, nothing to do" in again.stdout and len(again.stdout.splitlines()) == 1 and not again.stderr
+    assert "nothing to do" in again.stdout and len(again.stdout.splitlines()) == 1 and not again.stderr
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     other = run(*command[:-1], 501, "--max-tokens", 7, code=1)
     assert "--shard-size 500, not 501; --max-tokens 0, not 7" in other.stderr
@@ -406,8 +405,8 @@ def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample(
     assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", file.name) for file in files)
     assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
     batches = list(documents(files))
-    pieces = [piece for *_, batch in batches for piece in batch]
-    assert len(pieces) == len(files) and batches[-1][:2] == (len(files) - len(batches[-1][2]), 0)
+    pieces = [piece for _, batch in batches for piece in batch]
+    assert len(pieces) == len(files) and batches[-1][0] == (len(files) - len(batches[-1][1]), 0)
     i = [file.name for file in files].index("json/decoder.py")
     assert pieces[i].text == Path(json.decoder.__file__).read_text()
     assert 2e6 < sum(len(piece.text) for piece in pieces) / 3 < 1e7  # about 5M tokens
