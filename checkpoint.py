@@ -37,7 +37,7 @@ def save(log_dir, model: GPT, optimizers: list[torch.optim.Optimizer], state: di
     optimizer_state = gather_optimizers(model, optimizers, world)
     if world.is_main:
         beside, old = final.with_name(f".{final.name}.tmp"), final.with_name(f".{final.name}.old")
-        for leftover in (beside, old):
+        for leftover in final.parent.glob(".ckpt_*"):  # of a process that was killed
             shutil.rmtree(leftover, ignore_errors=True)
         model.save_pretrained(beside, weights, card)
         torch.save({**state, "optimizer": resize_embedding(optimizer_state, model.config.vocab_size)}, beside / STATE)
@@ -128,17 +128,30 @@ def newest(log_dir: str | Path, say=print) -> tuple[Path, dict] | None:
 
 def prune(log_dir: str | Path, keep: int, best: Path | None = None) -> None:
     """Removes all checkpoints but the `keep` newest and the best; called when the newest is safe on the disk."""
-    found = checkpoints(log_dir)
-    for path in found[: len(found) - keep]:
+    for path in checkpoints(log_dir)[:-keep]:
         if path != best:
-            shutil.rmtree(path.rename(path.with_name(f".{path.name}.old")))  # at no time a ckpt_ directory that is not whole
+            remove(path)
+
+
+def remove_after(log_dir: str | Path, step: int) -> None:
+    """Removes the checkpoints of later steps: a run that goes on from an earlier one must not come upon them."""
+    for path in checkpoints(log_dir):
+        if int(NAME.fullmatch(path.name)[1]) > step:
+            remove(path)
+
+
+def remove(path: Path) -> None:
+    """Under another name first: at no time is there a ckpt_ directory that is not whole."""
+    hidden = path.with_name(f".{path.name}.old")
+    shutil.rmtree(hidden, ignore_errors=True)
+    shutil.rmtree(path.rename(hidden))
 
 
 def sync(path: Path) -> None:
     """Waits until a file, or a directory's entries, are on the disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open a directory, and needs no such call
         return
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)  # Windows syncs only what can be written
     try:
         os.fsync(fd)
     finally:

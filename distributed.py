@@ -25,7 +25,8 @@ class World:
         local_rank, local_size = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.is_main = self.rank == 0
         self.sharding = sharding if self.size > 1 else "none"
-        self.device = pick_device(device)
+        several_on_a_mac = self.size > 1 and device == "auto" and not torch.cuda.is_available()  # gloo has no MPS
+        self.device = pick_device("cpu" if several_on_a_mac else device)
         if self.device.type == "cuda":
             if local_size > torch.cuda.device_count():
                 raise UserError(
@@ -79,10 +80,11 @@ class World:
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def sync_gradients(self, model: torch.nn.Module, on: bool) -> None:
-        """Whether the next forward and backward average the gradients; DDP decides it in the forward, so call it before."""
-        if self.sharding == "fsdp":
-            model.set_requires_gradient_sync(on)
-        elif self.size > 1:
+        """Whether the next forward and backward average the gradients; DDP decides it in the forward, so call it before.
+
+        fsdp averages in every micro-step: a process that waited for the last one would have to hold all gradients whole.
+        """
+        if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = on
 
     def make_optimizer(self, params, optimizer_class: type[torch.optim.Optimizer], **defaults) -> torch.optim.Optimizer:
@@ -123,7 +125,7 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every process has come here."""
-        self.sum(torch.zeros(1, device=self.device))
+        self.any(False)
 
 
 def pick_device(name: str = "auto") -> torch.device:

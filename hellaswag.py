@@ -93,7 +93,7 @@ def fetch(url: str, seconds: float = 5) -> tuple[bytes, str, bool]:
         return b"", f"HTTP {answer.status_code} {answer.reason}", answer.status_code >= 500 or answer.status_code == 429
     content, size = b"", int(answer.headers.get("content-length", 0)) or None
     try:
-        with answer, tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False) as bar:
+        with answer, tqdm(total=size, unit="B", unit_scale=True, desc=url.rsplit("/", 1)[-1], leave=False, disable=None) as bar:
             for chunk in answer.iter_content(1 << 20):
                 content += chunk
                 bar.update(len(chunk))
@@ -267,7 +267,9 @@ def prepare(examples: list[dict], encode, window: int, share: bool) -> tuple[lis
 
 
 @torch.no_grad()
-def score(model, examples, device, *, world=None, dtype=torch.float32, progress=False, tokens_per_batch=0, encode=None):
+def score(
+    model, examples, device, *, world=None, dtype=torch.float32, progress=False, stop=None, tokens_per_batch=0, encode=None
+):
     """-> losses (N, 4), lengths (N, 4), truncated: the endings' summed losses in nats (float64) and their tokens.
 
     truncated counts the examples that were cut to fit the model. The arguments are those of `evaluate`.
@@ -285,12 +287,15 @@ def score(model, examples, device, *, world=None, dtype=torch.float32, progress=
     model.eval()
     try:
         with autocast(device, dtype):  # one context around all batches: the weights are cast once
-            for k in tqdm(range(rank, rank + len(batches), size), "HellaSwag", disable=not progress or rank > 0, leave=False):
+            hidden = None if progress and rank == 0 else True  # None: shown where somebody watches a terminal
+            for k in tqdm(range(rank, rank + len(batches), size), "HellaSwag", disable=hidden, leave=False):
                 batch = batches[k % len(batches)]
                 loss = token_losses(model, batch, device)
                 if k < len(batches):
                     slots += [slot for row in batch for slot in row.slots]
                     losses.append(loss)
+                if stop is not None:
+                    stop.check()
     finally:
         for module, mode in modes:
             module.training = mode
@@ -305,8 +310,9 @@ def evaluate(model, examples, device, *, world=None, dtype=torch.float32, progre
 
     Returns acc (smallest summed loss), acc_norm (smallest mean loss per token of the ending), their standard errors,
     num_correct, num_correct_norm, total and num_truncated (contexts cut at the left). world: the processes that share the
-    work; each gets the same result. dtype: autocast to it. encode: the model's tokenizer, str -> ids, where it is not
-    GPT-2's. Leaves the training mode and all random state alone. Raises UserError for malformed, unlabelled or no examples.
+    work; each gets the same result. dtype: autocast to it. stop: its check() is called after each batch, and may raise.
+    encode: the model's tokenizer, str -> ids, where it is not GPT-2's. Leaves the training mode and all random state alone.
+    Raises UserError for malformed, unlabelled or no examples.
     """
     examples = list(examples)
     if not examples:

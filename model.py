@@ -103,7 +103,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         half = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else x.dtype
         wide = torch.promote_types(half, torch.float32)
         w, classes = weight.to(half), torch.arange(len(weight), device=device)
-        loss, dx, dw = x.new_zeros((), dtype=wide), [], torch.zeros_like(weight, dtype=wide)
+        loss, dx = x.new_zeros((), dtype=wide), []
+        dw = torch.zeros_like(weight, dtype=wide) if with_grad else None
         for x_, y in zip(x.to(half).split(rows), targets[:, None].split(rows), strict=True):
             logits = (x_ @ w.t()).to(wide)
             logits[:, vocab_size:] = -torch.inf  # the padding: probability and gradient zero

@@ -1,5 +1,6 @@
 """Reads what runs leave (`log.txt`, `metrics.jsonl`) and draws it: for training's loss.png, the benchmarks and the notebook."""
 
+import contextlib
 import html
 import json
 import math
@@ -68,8 +69,12 @@ def read_log(path: str | Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """metrics.jsonl -> its records; the first says what the run is. A half-written last line is left out."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.endswith("}")]
+    """metrics.jsonl -> its records; the first says what the run is. What a power cut left half-written is left out."""
+    records = []
+    for line in Path(path).read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
 
 
 def read_run(directory: str | Path, **config) -> Run:
@@ -77,7 +82,8 @@ def read_run(directory: str | Path, **config) -> Run:
     read_run("build-nanogpt/log", data_dir="edu_fineweb10B", total_batch_size=524288, n_layer=12)."""
     directory = Path(directory)
     records = read_metrics(directory / "metrics.jsonl") if (directory / "metrics.jsonl").exists() else []
-    return Run(directory.name, read_log(directory / "log.txt"), records, (records[0]["config"] if records else {}) | config)
+    known = records[0]["config"] | records[0].get("model", {}) if records else {}  # --init-from has a size of its own
+    return Run(directory.name, read_log(directory / "log.txt"), records, known | config)
 
 
 def read_runs(*patterns: str) -> list[Run]:

@@ -93,6 +93,7 @@ def save_hf_tokenizer(directory: Path, model_max_length: int) -> None:
 
 def run_script(main) -> None:
     """Calls `main` as every script here ends: a user's mistake or a failing disk is one line on stderr and exit code 1."""
+    sys.stdout.reconfigure(errors="replace")  # text of a model may hold what a console's encoding has not
     try:
         main()
     except SystemExit as end:

@@ -12,12 +12,13 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -145,57 +146,52 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 def check(config: TrainConfig, world_size: int) -> list[str]:
     """Every problem of a configuration, a sentence each, before anything is allocated. Empty if there is none."""
-    c, problems = config, []
-
-    def expect(ok: bool, sentence: str) -> bool:
-        if not ok:
-            problems.append(sentence)
-        return ok
-
-    for name in ("n_layer", "n_head", "n_embd", "pad_vocab_to", "sequence_length", "total_batch_size", "max_steps"):
-        expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be at least 1")
-    for name in ("batch_size", "warmup_steps", "weight_decay", "grad_clip", "val_every", "hellaswag_every", "hellaswag_limit"):
-        expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
-    for name in ("sample_every", "checkpoint_every", "min_lr_frac", "skip_spikes"):
-        expect(getattr(c, name) >= 0, f"{name} is {getattr(c, name)}: it must be 0 or more")
-    for name in ("learning_rate", "eps", "num_samples", "sample_tokens", "keep_checkpoints"):
-        expect(getattr(c, name) > 0, f"{name} is {getattr(c, name)}: it must be above 0")
-    for name in ("beta1", "beta2"):
-        expect(0 <= getattr(c, name) < 1, f"{name} is {getattr(c, name)}: it must be at least 0 and below 1")
-    expect(0 < c.decay_frac <= 1, f"decay_frac is {c.decay_frac}: it must be above 0, at most 1")
-    if problems:
-        return problems
-    T, S = c.sequence_length, c.total_batch_size // c.sequence_length  # S sequences an update
-    expect(
-        c.n_embd % c.n_head == 0, f"n_embd {c.n_embd} does not divide by n_head {c.n_head}: use {nearby(c.n_embd, c.n_head)}"
-    )
-    expect(c.warmup_steps < c.max_steps, f"warmup_steps {c.warmup_steps} leaves nothing of max_steps {c.max_steps}: use fewer")
-    expect(not c.val_every or c.val_tokens >= T, f"val_tokens {c.val_tokens} is less than a sequence of {T}: use at least {T}")
-    if c.resume == "none" and not c.overwrite and (Path(c.log_dir) / "metrics.jsonl").exists():
-        expect(
-            False, f"log_dir {c.log_dir!r} holds a run: add --resume auto to go on with it, --overwrite, or another --log-dir"
-        )
-    if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
-        expect(False, f"tracker {c.tracker} is not installed: pip install {c.tracker}")
-    if not Path(c.data_dir).is_dir():
-        how = {"quickstart": " --source stdlib --data-dir data/stdlib"}.get(c.preset, f" --data-dir {c.data_dir}")
-        expect(False, f"data_dir {c.data_dir!r} does not exist: make it with python fineweb.py{how}")
-    if expect(
-        c.total_batch_size % T == 0,
-        f"total_batch_size {c.total_batch_size} tokens is not a whole number of sequences of {T}: "
-        f"use {nearby(c.total_batch_size, T)}",
-    ) and expect(
-        S % world_size == 0,
-        f"the {S} sequences of a batch (total_batch_size {c.total_batch_size} / sequence_length {T}) cannot be split over "
-        f"{world_size} processes: use a number of processes that divides {S}, or total_batch_size {nearby(S, world_size, T)}",
-    ):
-        fits = [b for b in range(1, S // world_size + 1) if S // world_size % b == 0 and b <= 64]
-        expect(
-            c.batch_size == 0 or S // world_size % c.batch_size == 0,
-            f"batch_size {c.batch_size} does not divide the {S // world_size} sequences of each of {world_size} process(es): "
-            f"use one of {', '.join(map(str, fits))}",
-        )
-    return problems
+    c, positive = config, "n_layer n_head n_embd pad_vocab_to sequence_length total_batch_size max_steps"
+    bounds = [
+        (f"{positive} num_samples sample_tokens keep_checkpoints", lambda x: x >= 1, "at least 1"),
+        ("batch_size warmup_steps min_lr_frac weight_decay grad_clip skip_spikes", lambda x: x >= 0, "0 or more"),
+        ("val_every hellaswag_every hellaswag_limit sample_every checkpoint_every", lambda x: x >= 0, "0 or more"),
+        ("learning_rate eps", lambda x: x > 0, "above 0"),
+        ("beta1 beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
+        ("decay_frac", lambda x: 0 < x <= 1, "above 0, at most 1"),
+    ]
+    values = [(name, getattr(c, name), fits, words) for names, fits, words in bounds for name in names.split()]
+    if wrong := [f"{name} is {value}: it must be {words}" for name, value, fits, words in values if not fits(value)]:
+        return wrong  # what follows divides by some of them
+    T, total, n = c.sequence_length, c.total_batch_size, world_size
+    S = total // T  # sequences an update
+    whole, splits = total % T == 0, total % T == 0 and S % n == 0
+    fits = ", ".join(str(b) for b in range(1, 65) if splits and S // n % b == 0)
+    source = " --source stdlib" if c.data_dir == PRESETS["quickstart"].data_dir else ""
+    begun = c.resume == "none" and not c.overwrite and (Path(c.log_dir) / "metrics.jsonl").exists()
+    problems = [
+        (c.n_embd % c.n_head, f"n_embd {c.n_embd} does not divide by n_head {c.n_head}: use {nearby(c.n_embd, c.n_head)}"),
+        (c.warmup_steps >= c.max_steps, f"warmup_steps {c.warmup_steps} leaves nothing of max_steps {c.max_steps}: use fewer"),
+        (c.val_every and c.val_tokens < T, f"val_tokens {c.val_tokens} is less than a sequence of {T}: use at least {T}"),
+        (begun, f"log_dir {c.log_dir!r} holds a run: add --resume auto to go on with it, --overwrite, or another --log-dir"),
+        (
+            c.tracker != "none" and importlib.util.find_spec(c.tracker) is None,
+            f"tracker {c.tracker} is not installed: pip install {c.tracker}",
+        ),
+        (
+            not Path(c.data_dir).is_dir(),
+            f"data_dir {c.data_dir!r} does not exist: make it with python fineweb.py{source} --data-dir {c.data_dir}",
+        ),
+        (
+            not whole,
+            f"total_batch_size {total} tokens is not a whole number of sequences of {T}: use {nearby(total, T)}",
+        ),
+        (
+            whole and not splits,
+            f"the {S} sequences of a batch (total_batch_size {total} / sequence_length {T}) cannot be split over "
+            f"{n} processes: use a number of processes that divides {S}, or total_batch_size {nearby(S, n, T)}",
+        ),
+        (
+            splits and c.batch_size and S // n % c.batch_size,
+            f"batch_size {c.batch_size} does not divide the {S // n} sequences of each of {n} process(es): use one of {fits}",
+        ),
+    ]
+    return [sentence for is_wrong, sentence in problems if is_wrong]
 
 
 def nearby(n: int, divisor: int, unit: int = 1) -> str:
@@ -207,24 +203,23 @@ def nearby(n: int, divisor: int, unit: int = 1) -> str:
 def fit_batch_size(model: torch.nn.Module, raw: GPT, config: TrainConfig, world: World, dtype: torch.dtype) -> int:
     """The largest power of two up to 64 that divides the batch and fits in memory, the same on every process.
 
-    On a GPU it tries: a forward and a backward pass with room held for the optimizer's moments. On a CPU, where running
-    out of memory raises nothing, it stays within half of the free memory by an estimate of the activations.
+    On a GPU it tries. On a CPU, where running out of memory raises nothing, and with fsdp, where a process that fails would
+    leave the others waiting, what the backward pass needs is estimated, and must stay within half of the free memory.
     """
-    per_process = config.total_batch_size // config.sequence_length // world.size
-    B = math.gcd(64, per_process)
-    if world.device.type == "cuda":
-        fits = False
-        while not fits and B > 1:
-            fits = not world.any(runs_out_of_memory(model, raw, B, config.sequence_length, world, dtype))
-            B = B if fits else B // 2
+    T, c = config.sequence_length, raw.config
+    B = math.gcd(64, config.total_batch_size // T // world.size)
+    if world.device.type == "cuda" and world.sharding != "fsdp":
+        while B > 1 and world.any(runs_out_of_memory(model, raw, B, T, world, dtype)):
+            B //= 2
+        torch.cuda.reset_peak_memory_stats()
+        torch._dynamo.reset()  # what was compiled for the other sizes counts toward its limit
         return B
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4 * 2**30
-    bytes_per_value = 4 if dtype == torch.float32 else 3  # bfloat16, with some float32 beside it
-    per_token = bytes_per_value * (18 * config.n_embd * raw.config.n_layer + 3 * raw.config.padded_vocab_size)
-    room = free / 2 / int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 12 * raw.num_params()  # gradients and two moments
-    while B > 1 and B * config.sequence_length * per_token > room:
-        B //= 2
-    while world.any(B * config.sequence_length * per_token > room and B > 1):
+    sharing = world.size if world.sharding == "fsdp" else 1
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if world.device.type == "cpu" else 1
+    room = free_memory(world.device) / 2 / processes - 12 * raw.num_params() / sharing  # gradients and two moments
+    values = 18 + c.n_layer if c.activation_checkpointing else 18 * c.n_layer  # kept for each token and channel
+    per_token = (4 if dtype == torch.float32 else 3) * values * c.n_embd  # 16 bits, with some float32 beside them
+    while world.any(B > 1 and B * T * per_token > room):
         B //= 2
     return B
 
@@ -232,12 +227,13 @@ def fit_batch_size(model: torch.nn.Module, raw: GPT, config: TrainConfig, world:
 def runs_out_of_memory(model, raw: GPT, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
     """Whether a micro-batch of B sequences does not fit beside weights, gradients and AdamW's two moments."""
     try:
-        ranks = world.size if world.sharding in ("zero1", "fsdp") else 1  # that divide them
+        ranks = world.size if world.sharding == "zero1" else 1  # that divide the moments
         moments = torch.empty(2 * sum(p.numel() for p in raw.parameters()) // ranks, device=world.device)
         x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
-        with autocast(world.device, dtype):
-            loss = model(x, x)[1]
-        loss.backward()
+        for _ in range(2):  # from the second micro-step on, the gradients are there before the activations
+            with autocast(world.device, dtype):
+                loss = model(x, x)[1]
+            loss.backward()
         del moments
         return False
     except torch.OutOfMemoryError:
@@ -247,12 +243,23 @@ def runs_out_of_memory(model, raw: GPT, B: int, T: int, world: World, dtype: tor
         torch.cuda.empty_cache()
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that a GPU has left, or that this machine can give without swapping; 4 GB where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    except OSError:
+        return 4 * 2**30
+
+
 class Interrupted(Exception):
     """SIGTERM or SIGINT came: the unfinished update or evaluation is dropped."""
 
 
 class Stop:
-    """Remembers SIGTERM and SIGINT, and raises Interrupted on all processes at the same point. A second one ends at once."""
+    """Remembers SIGTERM and SIGINT, and raises Interrupted on all processes at the same point. A second SIGINT ends at once
+    (of SIGTERM there may well be two: SLURM's own, and torchrun's that passes it on)."""
 
     def __init__(self, world: World):
         self.world, self.asked = world, False
@@ -260,7 +267,7 @@ class Stop:
             signal.signal(number, self.remember)
 
     def remember(self, number, _frame) -> None:
-        if self.asked:
+        if self.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.asked = True
 
@@ -318,7 +325,7 @@ def validate(raw: GPT, loader: DataLoaderLite, val_tokens: int, world: World, dt
     raw.eval()
     total = torch.zeros((), dtype=torch.float64, device="cpu" if world.device.type == "mps" else world.device)
     stride = loader.B * world.size
-    for first in tqdm(range(0, sequences, stride), "validation", leave=False, disable=quiet(world)):
+    for first in tqdm(range(0, sequences, stride), "validation", leave=False, disable=None if world.is_main else True):
         mine = first + world.rank * loader.B
         if count := max(0, min(loader.B, sequences - mine)):
             x, y = loader.batch(mine, count)
@@ -331,9 +338,7 @@ def validate(raw: GPT, loader: DataLoaderLite, val_tokens: int, world: World, dt
     return (world.sum(total) / sequences).item()
 
 
-def quiet(world: World) -> bool:
-    """Whether a progress bar would be in the way: on other ranks, and where nobody watches a terminal."""
-    return not (world.is_main and sys.stderr.isatty())
+STREAMS = {"train": ("loss", 6), "val": ("val_loss", 4), "hella": ("hellaswag", 4)}  # log.txt's: which value, its digits
 
 
 class Log:
@@ -343,109 +348,86 @@ class Log:
     def __init__(self, log_dir: str, is_main: bool, tracker: str = "none"):
         self.dir, self.is_main, self.tracker = Path(log_dir), is_main, tracker
         self.text, self.metrics = self.dir / "log.txt", self.dir / "metrics.jsonl"
-        self.track, self.close = ignore, ignore
+        self.track = self.close = lambda *_: None
 
     def start(self, run: dict) -> None:
         """Begins a new run: the first line of metrics.jsonl says what it is."""
-        if self.is_main:
-            self.dir.mkdir(parents=True, exist_ok=True)
-            checkpoint.prune(self.dir, keep=0)
-            self.metrics.write_text(json.dumps({"type": "run", **run}) + "\n")
-            self.text.write_text("")
-            self.track, self.close = open_tracker(self.tracker, self.dir, run, 0)
+        self.write([{"type": "run", **run}], -1)
 
     def resume(self, step: int, evaluated: bool, run: dict) -> None:
         """Cuts both files back to a checkpoint's step, so that no step appears twice, and goes on from there."""
 
-        def keep(at: int, is_train: bool) -> bool:
-            return at < step or (at == step and evaluated and not is_train)
+        def stays(type: str, at: int) -> bool:
+            return at < step or (at == step and (type == "resume" or (evaluated and type != "train")))
 
-        if self.is_main:
-            lines = [line.split() for line in self.text.read_text().splitlines()]
-            lines = [line for line in lines if len(line) == 3 and keep(int(line[0]), line[1] == "train")]
-            replace(self.text, "".join(" ".join(line) + "\n" for line in lines))
-            records = [r for r in map(parse, self.metrics.read_text().splitlines()) if r]
-            records = [r for r in records if r["type"] in ("run", "resume") or keep(r["step"], r["type"] == "train")]
-            records = [r for r in records if r["type"] != "resume" or r["step"] <= step] + [
-                {"type": "resume", "step": step, **run}
-            ]
-            replace(self.metrics, "".join(json.dumps(r) + "\n" for r in records))
-            self.track, self.close = open_tracker(self.tracker, self.dir, run, step)
+        records = plots.read_metrics(self.metrics) if self.metrics.exists() else []
+        records = [r for r in records if r["type"] == "run" or stays(r["type"], r["step"])]
+        self.write([*records, {"type": "resume", "step": step, **run}], step)
+
+    def write(self, records: list[dict], step: int) -> None:
+        """Makes both files anew, whole or not at all. Checkpoints of later steps belong to a run that is given up."""
+        if not self.is_main:
+            return
+        self.dir.mkdir(parents=True, exist_ok=True)
+        checkpoint.remove_after(self.dir, step)
+        for path, line in ((self.metrics, json.dumps), (self.text, self.line)):
+            beside = path.with_name(f".{path.name}.tmp")
+            beside.write_text("".join(f"{text}\n" for text in map(line, records) if text))
+            checkpoint.sync(beside)
+            beside.replace(path)
+        if self.tracker != "none":
+            self.track, self.close = open_tracker(self.tracker, self.dir, records[-1], max(0, step))
+
+    def line(self, record: dict) -> str:
+        """What log.txt has of a record: nothing of samples and the like."""
+        name, digits = STREAMS.get(record["type"], ("", 0))
+        return f"{record['step']} {record['type']} {record[name]:.{digits}f}" if name else ""
+
+    def record(self, step: int, type: str, **values) -> None:
+        """One line in metrics.jsonl and, of training, validation and HellaSwag, in log.txt."""
+        if not self.is_main:
+            return
+        record = {"type": type, "step": step, **values}
+        for path, line in ((self.metrics, json.dumps(record)), (self.text, self.line(record))):
+            if line:
+                with open(path, "a") as f:
+                    f.write(line + "\n")
+        self.track(step, {f"{type}/{k}": "\n\n---\n\n".join(v) if k == "samples" else v for k, v in values.items()})
 
     def say(self, message: str = "") -> None:
         if self.is_main:
             print(message, flush=True)
 
-    def value(self, step: int, stream: str, value: float, digits: int = 4, **more) -> None:
-        """One value of train, val or hella, in both files; `more` goes to metrics.jsonl."""
-        if self.is_main:
-            with open(self.text, "a") as f:
-                f.write(f"{step} {stream} {value:.{digits}f}\n")
-            name = {"train": "loss", "val": "val_loss", "hella": "hellaswag"}[stream]
-            self.record(step, stream, **{name: value}, **more)
-
-    def record(self, step: int, type: str, **values) -> None:
-        if self.is_main:
-            with open(self.metrics, "a") as f:
-                f.write(json.dumps({"type": type, "step": step, **values}) + "\n")
-            self.track(step, type, values)
-
-
-def ignore(*_) -> None:
-    pass
-
 
 def open_tracker(name: str, log_dir: Path, run: dict, step: int) -> tuple:
-    """What sends a record (step, type, values) to TensorBoard (files in log_dir), wandb or trackio, and what ends it."""
-    if name == "none":
-        return ignore, ignore
+    """track(step, {type/name: number or text}) and close(), for TensorBoard (files in log_dir), wandb or trackio."""
     if name == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
         writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)  # a resumed run replaces what came after
         writer.add_text("run", f"```\n{json.dumps(run, indent=2)}\n```", step)
 
-        def write(step: int, type: str, values: dict) -> None:
+        def track(step: int, values: dict) -> None:
             for key, value in values.items():
-                if isinstance(value, (int, float)):
-                    writer.add_scalar(f"{type}/{key}", value, step)
-                elif key == "samples":
-                    writer.add_text("samples", "\n\n---\n\n".join(value), step)
+                if value is not None:
+                    (writer.add_text if isinstance(value, str) else writer.add_scalar)(key, value, step)
 
-        return write, writer.close
+        return track, writer.close
     service = importlib.import_module(name)  # wandb and trackio share these three calls
     service.init(project="gpt2", name=log_dir.name, config=run["config"], **({"dir": str(log_dir)} if name == "wandb" else {}))
-
-    def send(step: int, type: str, values: dict) -> None:
-        texts = {key: "\n---\n".join(value) for key, value in values.items() if isinstance(value, list)}
-        service.log({f"{type}/{key}": value for key, value in {**values, **texts}.items()}, step=step)
-
-    return send, service.finish
-
-
-def parse(line: str) -> dict | None:
-    """A line of metrics.jsonl; None for one that a power cut left half-written."""
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError:
-        return None
-
-
-def replace(path: Path, text: str) -> None:
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(text)
-    checkpoint.sync(beside)
-    beside.replace(path)
+    return lambda step, values: service.log(values, step=step), service.finish
 
 
 def describe_run(config: TrainConfig, world: World, dtype: torch.dtype, batch_size: int) -> dict:
     """What the first line of metrics.jsonl holds, so that every number can be traced."""
-    git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    describe = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent
+    git = subprocess.run(describe, capture_output=True, text=True, cwd=here).stdout.strip() if shutil.which("git") else ""
     name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "config": dataclasses.asdict(config),
         "command": command(),
-        "git": git.stdout.strip(),
+        "git": git,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": {"type": world.device.type, "name": name, "processes": world.size, "threads": torch.get_num_threads()},
         "dtype": str(dtype).removeprefix("torch."),
@@ -493,17 +475,24 @@ def parse_command_line(args: list[str]) -> TrainConfig:
 HARMLESS = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "sharding", "keep_checkpoints"}
 
 
-def find_resume(config: TrainConfig, log: Log) -> tuple[Path, dict] | None:
+def find_resume(config: TrainConfig, world: World, log: Log) -> tuple[Path, dict] | None:
     """The checkpoint to go on from and its state. Raises UserError if it belongs to another model or other sequences."""
-    if config.resume == "none":
-        return None
+    found = None
     if config.resume == "auto":
         found = checkpoint.newest(config.log_dir, log.say)
-        if found is None:
-            log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
-            return None
-    else:
+        if found is None and checkpoint.checkpoints(config.log_dir):
+            raise UserError(
+                f"no checkpoint in {config.log_dir} can be read: to start anew, --overwrite instead of --resume auto"
+            )
+    elif config.resume != "none":
         found = Path(config.resume), checkpoint.load_state(config.resume)
+    step = found[1]["step"] if found else 0
+    if world.any(step * world.size != world.sum(torch.tensor(step)).item()):
+        raise UserError(f"the processes find different checkpoints in {config.log_dir}: all nodes must share that directory")
+    if found is None:
+        if config.resume == "auto":
+            log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
+        return None
     path, state = found
     now, then = dataclasses.asdict(config), state["config"]
     changed = {k: f"{k} {then[k]} -> {v}" for k, v in now.items() if then.get(k, v) != v and k not in HARMLESS}
@@ -526,39 +515,73 @@ def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
         return []
 
 
-@dataclass
 class Run:
     """What the loop works on. `raw` is saved, scored and sampled; `model` around it is compiled, averages gradients, trains."""
 
-    config: TrainConfig
-    world: World
-    log: Log
-    stop: Stop
-    dtype: torch.dtype
-    raw: GPT
-    model: torch.nn.Module
-    optimizers: list[torch.optim.Optimizer]
-    scaler: torch.amp.GradScaler
-    batch_size: int  # B, the micro-batch
-    train_loader: DataLoaderLite
-    val_loader: DataLoaderLite
-    examples: list[dict]  # of HellaSwag
-    peak: float  # operations a second of all processes, what MFU is a part of
-    step: int = 0  # updates done
-    evaluated: bool = False  # whether what is due at this step is done
-    cursor: int = 0  # where this step's sequences start
-    best: dict | None = None  # loss and step of the best validation so far
-    recent: dict[str, list[float]] = field(default_factory=lambda: {"loss": [], "norm": []})  # for skip_spikes
-    skipped: str = ""  # why the last update was not made
-    last_saved: Path | None = None
-    began: float = 0.0  # when this run would have started, had it never been interrupted
+    PROGRESS = ("step", "evaluated", "cursor", "best", "losses", "recent")  # what a checkpoint keeps, besides tensors
+
+    def __init__(self, config: TrainConfig, world: World):
+        """Begins from nothing, from other weights, or from a checkpoint."""
+        self.config, self.world, self.stop = config, world, Stop(world)
+        self.log, device, T = Log(config.log_dir, world.is_main, config.tracker), world.device, config.sequence_length
+        self.step = 0  # updates done
+        self.cursor = 0  # where this step's sequences start
+        self.evaluated = False  # whether what is due at this step is done
+        self.best = None  # loss and step of the best validation at a step with a checkpoint
+        self.losses = {}  # the last ones, for the model card
+        self.recent = {"loss": [], "norm": []}  # for skip_spikes
+        self.skipped = ""  # why the last update was not made
+        self.last_saved = None
+        torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
+            torch.use_deterministic_algorithms(True)
+        path, state = find_resume(config, world, self.log) or (None, None)
+        self.dtype, reason = choose_dtype(config, world, state)
+
+        torch.manual_seed(config.seed)
+        memory = dict(pad_vocab_to=config.pad_vocab_to, activation_checkpointing=config.activation_checkpointing)
+        if path is None and config.init_from == "scratch":
+            self.raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
+        else:
+            self.raw = GPT.from_pretrained(path or config.init_from, block_size=T, **memory)
+        world.place(self.raw, self.dtype)
+        why_eager = compiler_works(device) if config.compile else "as asked"
+        how = f"eager: {why_eager}" if why_eager else "compiled"
+        self.log.say(f"device: {device}, {self.dtype} ({reason}), {how}".replace("torch.", ""))
+        model = self.raw if why_eager else torch.compile(self.raw, dynamic=False)
+
+        sequences = config.total_batch_size // T // world.size  # of one update, on each process
+        self.batch_size = config.batch_size or (state["batch_size"] if state else 0)
+        if self.batch_size == 0 or sequences % self.batch_size:
+            self.batch_size = fit_batch_size(model, self.raw, config, world, self.dtype)
+        self.grad_accum_steps = sequences // self.batch_size
+        B, order = self.batch_size, (config.shuffle, config.seed)
+        self.train_loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, *order)
+        self.val_loader = DataLoaderLite(config.data_dir, "val", B, T) if config.val_every else None
+        self.examples = load_hellaswag(config, world, self.log)
+        peak, whose_peak = peak_flops(device, self.dtype)
+        self.peak = peak * world.size  # operations a second, what MFU is a part of
+        self.log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({whose_peak})")
+        self.model = world.wrap(model)
+        adamw = config.weight_decay, config.learning_rate, (config.beta1, config.beta2), config.eps
+        self.optimizers = self.raw.configure_optimizers(*adamw, config.optimizer == "muon", world.make_optimizer)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=self.dtype == torch.float16)
+        self.began = time.perf_counter()  # when this run would have started, had it never been interrupted
+
+        print_setup(self)
+        about = describe_run(config, world, self.dtype, B) | {"model": dataclasses.asdict(self.raw.config)}
+        if state:
+            restore(self, path, state)
+            self.log.resume(self.step, self.evaluated, about)
+        else:
+            self.log.start(about)
 
     def wall(self) -> float:
         return time.perf_counter() - self.began
 
-    @property
-    def grad_accum_steps(self) -> int:
-        return self.config.total_batch_size // self.config.sequence_length // self.world.size // self.batch_size
+    def due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
 
     def accept(self, loss: float, norm: float) -> bool:
         """Whether to make an update: not where float16 overflowed, nor, with skip_spikes, where loss or norm is an outlier."""
@@ -569,89 +592,40 @@ class Run:
             self.recent[name] = [*self.recent[name][-127:], value]
         return not self.skipped
 
-    def due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
 
-
-def set_up(config: TrainConfig, world: World) -> Run:
-    """Makes the model, the optimizer and the loaders: from nothing, from other weights, or from a checkpoint."""
-    log, stop, device, T = Log(config.log_dir, world.is_main, config.tracker), Stop(world), world.device, config.sequence_length
-    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
-        torch.use_deterministic_algorithms(True)
-    path, state = find_resume(config, log) or (None, None)
-
-    dtype, reason = pick_dtype(device, config.dtype)
+def choose_dtype(config: TrainConfig, world: World, state: dict | None) -> tuple[torch.dtype, str]:
+    """What to autocast to, the same on all processes and after a resume, and why."""
     if config.dtype == "auto" and state:
-        dtype, reason = getattr(torch, state["dtype"]), "as before"
-    elif config.dtype == "auto" and world.any(dtype == torch.float32):  # the same on all processes
+        return getattr(torch, state["dtype"]), "as before"
+    dtype, reason = pick_dtype(world.device, config.dtype)
+    if config.dtype == "auto" and world.any(dtype == torch.float32):
         dtype = torch.float32
-    torch.manual_seed(config.seed)
-    memory = dict(pad_vocab_to=config.pad_vocab_to, activation_checkpointing=config.activation_checkpointing)
-    if path is None and config.init_from == "scratch":
-        raw = GPT(GPTConfig(T, n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, **memory))
-    else:
-        raw = GPT.from_pretrained(path or config.init_from, block_size=T, **memory)
-    world.place(raw, dtype)
-    why_eager = compiler_works(device) if config.compile else "as asked"
-    log.say(f"device: {device}, {dtype} ({reason}), {'eager: ' + why_eager if why_eager else 'compiled'}".replace("torch.", ""))
-    model = raw if why_eager else torch.compile(raw, dynamic=False)
-
-    sequences = config.total_batch_size // T // world.size  # of one update, on each process
-    B = config.batch_size or (state["batch_size"] if state else 0)
-    if B == 0 or sequences % B:
-        B = fit_batch_size(model, raw, config, world, dtype)
-    loader = DataLoaderLite(config.data_dir, "train", B, T, world.rank, world.size, config.shuffle, config.seed)
-    peak, whose_peak = peak_flops(device, dtype)
-    log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({whose_peak})")
-    betas, muon = (config.beta1, config.beta2), config.optimizer == "muon"
-    run = Run(
-        *(config, world, log, stop, dtype, raw, world.wrap(model)),
-        raw.configure_optimizers(config.weight_decay, config.learning_rate, betas, config.eps, muon, world.make_optimizer),
-        torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        *(B, loader),
-        # validation is eager and holds its logits, so it takes fewer sequences at a time
-        DataLoaderLite(config.data_dir, "val", max(1, min(B, 8192 // T)), T) if config.val_every else loader,
-        load_hellaswag(config, world, log),
-        peak * world.size,
-        began=time.perf_counter(),
-    )
-    print_setup(run)
-    about = describe_run(config, world, dtype, B)
-    if state:
-        restore(run, path, state)
-        log.resume(run.step, run.evaluated, about)
-    else:
-        log.start(about)
-    return run
+    return dtype, reason
 
 
 def print_setup(run: Run) -> None:
     """The facts of a run that a reader of its output will want to have seen."""
-    config, log, tokens, total = run.config, run.log, run.train_loader.num_tokens, run.config.total_batch_size
-    log.say(
-        f"model: {run.raw.num_params():,} parameters (embedding padded to {run.raw.config.padded_vocab_size} rows in memory)"
-    )
+    config, say, tokens, total = run.config, run.log.say, run.train_loader.num_tokens, run.config.total_batch_size
+    say(f"model: {run.raw.num_params():,} parameters (embedding padded to {run.raw.config.padded_vocab_size} rows in memory)")
+    shared = f", state divided over {run.world.size} processes" if run.world.sharding in ("zero1", "fsdp") else ""
     for optimizer in run.optimizers:
         sizes = [[p.numel() for p in group["params"]] for group in optimizer.param_groups]
-        parts = zip(sizes, ("decayed", "other"), strict=False)
-        log.say(
-            f"{type(getattr(optimizer, 'optim', optimizer)).__name__}: "
-            + ", ".join(f"{len(ns)} {name} tensors with {sum(ns):,} parameters" for ns, name in parts)
-            + (", fused" if optimizer.param_groups[0].get("fused") else ", not fused")
-            + (f", state divided over {run.world.size} processes" if run.world.sharding in ("zero1", "fsdp") else "")
-        )
+        parts = [
+            f"{len(n)} {which} tensors with {sum(n):,} parameters"
+            for n, which in zip(sizes, ("decayed", "other"), strict=False)
+        ]
+        fused = "fused" if optimizer.param_groups[0].get("fused") else "not fused"
+        say(f"{type(getattr(optimizer, 'optim', optimizer)).__name__}: {', '.join(parts)}, {fused}{shared}")
     for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
-        if loader is not run.train_loader or name == "train":
-            log.say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
-    log.say(
+        if loader:
+            say(f"{name}: {len(loader.shards)} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
+    say(
         f"batch: B {run.batch_size} × T {config.sequence_length} × accumulation {run.grad_accum_steps} × "
         f"ranks {run.world.size} = {total:,} tokens; an epoch is {tokens / total:,.1f} steps, "
         f"the run {config.max_steps:,} steps or {config.max_steps * total / tokens:.2f} epochs"
     )
-    if config.val_every and config.val_tokens >= run.val_loader.num_tokens:
-        log.say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
+    if run.val_loader and config.val_tokens >= run.val_loader.num_tokens:
+        say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
 
 
 def restore(run: Run, path: Path, state: dict) -> None:
@@ -661,24 +635,30 @@ def restore(run: Run, path: Path, state: dict) -> None:
             f"{run.config.data_dir} has {run.train_loader.num_tokens} tokens, {state['tokens']} when {path} was written: "
             f"put the shards back, or start a new run from its weights with --init-from {path}"
         )
+    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
+    asked = [{key: value for key, value in group.items() if key != "params"} for group in groups]
     checkpoint.load_optimizers(run.raw, run.optimizers, state, run.world)
-    run.scaler.load_state_dict(state["scaler"])
+    for group, values in zip((g for optimizer in run.optimizers for g in optimizer.param_groups), asked, strict=True):
+        group.update(values)  # weight decay and the like are this command's, not the checkpoint's
+    if state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
     run.train_loader.load_state_dict(state)
     torch.set_rng_state(state["rng"])
-    for key in ("step", "evaluated", "cursor", "best", "recent"):
-        setattr(run, key, state.get(key, getattr(run, key)))
+    for key in run.PROGRESS:
+        setattr(run, key, state[key])
     run.began, run.last_saved = time.perf_counter() - state["wall"], path
 
 
 def save(run: Run) -> Path:
     """Writes a checkpoint of the updates done so far, then removes those no longer wanted."""
-    state = {key: getattr(run, key) for key in ("step", "evaluated", "cursor", "best", "recent", "batch_size")}
+    state = {key: getattr(run, key) for key in (*run.PROGRESS, "batch_size")}
     state |= dict(wall=run.wall(), tokens=run.train_loader.num_tokens, dtype=str(run.dtype).removeprefix("torch."))
     state |= dict(config=dataclasses.asdict(run.config), scaler=run.scaler.state_dict(), rng=torch.get_rng_state())
     card = {"data": run.config.data_dir, "steps": run.step, "tokens": f"{run.step * run.config.total_batch_size:,}"}
-    if run.best:
-        card["best validation loss"] = f"{run.best['loss']:.4f} at step {run.best['step']}"
-    card["command"] = command()
+    card |= {name: f"{loss:.4f}" for name, loss in run.losses.items()} | {"command": command()}
+    if run.world.is_main:
+        for file in (run.log.text, run.log.metrics):  # so that a resumed run finds every step up to this one
+            checkpoint.sync(file)
     run.last_saved = checkpoint.save(run.config.log_dir, run.raw, run.optimizers, state, run.world, card)
     if run.world.is_main:
         best = Path(run.config.log_dir) / f"ckpt_{run.best['step']:06d}" if run.best else None
@@ -696,13 +676,15 @@ def evaluate(run: Run) -> None:
             val_loss = validate(run.raw, run.val_loader, config.val_tokens, world, run.dtype, run.stop)
             perplexity = math.exp(min(val_loss, 99))
             run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
-            run.log.value(step, "val", val_loss, perplexity=perplexity)
-            if run.best is None or val_loss < run.best["loss"]:
+            run.log.record(step, "val", val_loss=val_loss, perplexity=perplexity)
+            run.losses["validation loss"] = val_loss
+            if run.due(config.checkpoint_every) and (run.best is None or val_loss < run.best["loss"]):
                 run.best = {"loss": val_loss, "step": step}
         if run.examples and run.due(config.hellaswag_every):
-            score = hellaswag.evaluate(run.raw, run.examples, world.device, world=world, dtype=run.dtype)
+            how = dict(world=world, dtype=run.dtype, progress=True, stop=run.stop)
+            score = hellaswag.evaluate(run.raw, run.examples, world.device, **how)
             run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{score['total']} = {score['acc_norm']:.4f}")
-            run.log.value(step, "hella", score["acc_norm"], acc=score["acc"], total=score["total"])
+            run.log.record(step, "hella", hellaswag=score["acc_norm"], acc=score["acc"], total=score["total"])
         if step > 0 and run.due(config.sample_every):
             generator = torch.Generator(world.device).manual_seed(config.seed + 1000 * step + world.rank)
             texts = sample.complete(
@@ -716,22 +698,29 @@ def evaluate(run: Run) -> None:
 
 
 def train(config: TrainConfig, world: World) -> None:
-    """A run to its last step, or to the signal that interrupts it: evaluate, save, make an update, log it."""
-    run = set_up(config, world)
+    """A run to its last step, or to the signal that interrupts it."""
+    run = Run(config, world)
     try:
         loop(run)
         took, memory = duration(run.wall()), peak_memory(world.device) / 2**30
         run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory:.2f} GB")
     except Interrupted:
         if run.step == 0:
-            return run.log.say("interrupted before the first update: nothing to save, the same command starts it again")
-        path = save(run)
+            return run.log.say(f"interrupted before the first update: nothing to save; start with: {command_to_resume()}")
+        path = Path(config.log_dir) / f"ckpt_{run.step:06d}"
+        path = path if path == run.last_saved else save(run)
         run.log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
+    except torch.OutOfMemoryError:
+        less = f"--batch-size {run.batch_size // 2}" if run.batch_size > 1 else "--activation-checkpointing"
+        raise UserError(
+            f"out of GPU memory with micro-batches of {run.batch_size}: add {less}, the run stays the same"
+        ) from None
     finally:
         run.log.close()
 
 
 def loop(run: Run) -> None:
+    """Evaluate, save, make an update, log it, until all are made."""
     config, start = run.config, run.step
     first_step_done = 0.0
     while True:
@@ -755,6 +744,7 @@ def loop(run: Run) -> None:
         if not math.isfinite(loss) or (not math.isfinite(norm) and not run.scaler.is_enabled()):
             raise UserError(explain_nan(run, loss, norm))
         run.step, run.cursor, run.evaluated = step + 1, run.train_loader.cursor, False
+        run.losses["training loss"] = loss
 
         first_step_done = first_step_done or time.perf_counter()  # compilation belongs to the first step
         left = (time.perf_counter() - first_step_done) / max(1, step - start) * (config.max_steps - run.step)
@@ -767,8 +757,9 @@ def loop(run: Run) -> None:
             + (f" | no update: {run.skipped}" if run.skipped else "")
         )
         more = {"skipped": run.skipped} if run.skipped else {}
-        more |= dict(lr=lr, norm=norm, ms=1000 * dt, tokens_per_sec=rate, mfu=mfu, tokens=run.step * config.total_batch_size)
-        run.log.value(step, "train", loss, 6, **more, wall=run.wall(), memory=peak_memory(run.world.device))
+        more |= dict(lr=lr, norm=norm if math.isfinite(norm) else None, ms=1000 * dt, tokens_per_sec=rate, mfu=mfu)
+        more |= dict(tokens=run.step * config.total_batch_size, wall=run.wall(), memory=peak_memory(run.world.device))
+        run.log.record(step, "train", loss=loss, **more)
 
 
 def explain_nan(run: Run, loss: float, norm: float) -> str:
@@ -778,32 +769,30 @@ def explain_nan(run: Run, loss: float, norm: float) -> str:
     return (
         f"step {run.step}: the loss is {loss} and the gradient norm {norm}, on sequences {run.cursor} to {last}; "
         f'last good checkpoint: {run.last_saved or "none yet"}. To find the operation: python -c "{find}" '
-        f"{shlex.join(without_resume())} --no-compile --resume auto. To go on: a lower --learning-rate, or --dtype float32."
+        f"{shlex.join(sys.argv[1:])} --no-compile --resume auto. To go on: a lower --learning-rate, or --dtype float32."
     )
 
 
-def without_resume() -> list[str]:
-    """The flags of this command without those that say how it starts."""
-    args = re.sub(r"(^|\0)--(resume[=\0][^\0]*|(no-)?overwrite)(?=\0|$)", "", "\0".join(sys.argv[1:]))
-    return [a for a in args.split("\0") if a]
-
-
-def command(more: list[str] | None = None) -> str:
-    """What was typed to start this run, or the same with other flags."""
-    n, flags = int(os.environ.get("WORLD_SIZE", 1)), sys.argv[1:] if more is None else more
-    return f"{f'torchrun --standalone --nproc_per_node={n}' if n > 1 else 'python'} {shlex.join(['train_gpt2.py', *flags])}"
+def command(*more: str) -> str:
+    """What was typed to start this run, and more flags."""
+    n, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    launcher = "python" if n == 1 else f"torchrun --standalone --nproc_per_node={n}"
+    if n > local:
+        launcher = f"torchrun --nnodes={n // local} --nproc_per_node={local} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+    return f"{launcher} {shlex.join(['train_gpt2.py', *sys.argv[1:], *more])}"
 
 
 def command_to_resume() -> str:
-    return command([*without_resume(), "--resume", "auto"])
+    return command() if sys.argv[-2:] == ["--resume", "auto"] else command("--resume", "auto")  # the last of a flag counts
 
 
 def main() -> None:
     config = parse_command_line(sys.argv[1:])
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):  # torchrun started all processes again because one died
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun starts all processes again if one dies
+    if restarted and (config.resume == "none" or checkpoint.checkpoints(config.log_dir)):
         config = dataclasses.replace(config, resume="auto", overwrite=False)
     if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
-        if int(os.environ.get("RANK", 0)) == 0:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node has its own disk
             print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)
         sys.exit(2)
     with World(config.device, config.sharding) as world:

@@ -3,11 +3,13 @@
 import hashlib
 import json
 import math
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
@@ -16,11 +18,14 @@ from conftest import TINY, command, environment, run_script
 from hypothesis import strategies as st
 
 import checkpoint
+import hellaswag
 from distributed import World
 from model import GPT, DataLoaderLite, GPTConfig
 from train_gpt2 import (
     PRESETS,
+    Interrupted,
     Log,
+    Stop,
     TrainConfig,
     check,
     command_to_resume,
@@ -282,11 +287,68 @@ def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, m
     assert checkpoint.newest(tmp_path)[0].name == "ckpt_000001" and len(checkpoint.checkpoints(tmp_path)) == 1
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path):
-    for step in range(1, 6):
-        (tmp_path / f"ckpt_{step:06d}").mkdir()
-    checkpoint.prune(tmp_path, keep=2, best=tmp_path / "ckpt_000002")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["ckpt_000002", "ckpt_000004", "ckpt_000005"]
+@pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
+def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep):
+    names = [f"ckpt_{step:06d}" for step in range(1, 6)]
+    for name in names:
+        (tmp_path / name).mkdir()
+    checkpoint.prune(tmp_path, keep, best=tmp_path / names[1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted({names[1], *names[-keep:]})
+
+
+def test_a_run_that_goes_on_from_an_earlier_checkpoint_gives_up_the_later_ones(shards, tmp_path):
+    flags = ("--checkpoint-every", 2, "--keep-checkpoints", 2, "--max-steps", 10)
+    train(shards, tmp_path / "log", *flags, "--keep-checkpoints", 9)
+    whole = weights_hash(tmp_path / "log", 10)
+    train(shards, tmp_path / "log", *flags, "--max-steps", 4, "--resume", tmp_path / "log" / "ckpt_000002")
+    assert [p.name for p in checkpoint.checkpoints(tmp_path / "log")] == ["ckpt_000002", "ckpt_000004"]
+    train(shards, tmp_path / "log", *flags, "--resume", "auto")
+    assert len(losses(tmp_path / "log")) == 10 and len(checkpoint.checkpoints(tmp_path / "log")) == 2
+    assert weights_hash(tmp_path / "log", 10) != whole, "the schedule of 4 steps was another"
+
+
+def test_a_run_can_go_on_in_another_log_directory_with_other_settings(shards, tmp_path):
+    train(shards, tmp_path / "one", "--checkpoint-every", 3)
+    flags = ("--checkpoint-every", 3, "--resume", tmp_path / "one" / "ckpt_000003", "--weight-decay", 0.7, "--dtype", "float16")
+    done = train(shards, tmp_path / "two", *flags)
+    assert "with other settings than before: weight_decay 0.1 -> 0.7, dtype float32 -> float16" in done.stdout
+    state = checkpoint.load_state(tmp_path / "two" / "ckpt_000006")
+    assert [group["weight_decay"] for group in state["optimizer"]["param_groups"]] == [0.7, 0.0] and state["scaler"]
+    assert [line.split()[0] for line in (tmp_path / "two" / "log.txt").read_text().splitlines()] == ["3", "4", "5"]
+
+
+def test_checkpoints_that_cannot_be_read_are_not_thrown_away(shards, tmp_path):
+    train(shards, tmp_path / "log", "--checkpoint-every", 6)
+    (tmp_path / "log" / "ckpt_000006" / "training_state.pt").write_bytes(b"")
+    before = (tmp_path / "log" / "log.txt").read_text()
+    done = train(shards, tmp_path / "log", "--resume", "auto", expect=1)
+    assert "no checkpoint in" in done.stderr and "--overwrite" in done.stderr and "Traceback" not in done.stderr
+    assert (tmp_path / "log" / "ckpt_000006").exists() and (tmp_path / "log" / "log.txt").read_text() == before
+
+
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once():
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        stop = Stop(World("cpu"))
+        stop.check()
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_signal_ends_the_scoring_of_hellaswag_too(tiny):
+    def stop():
+        raise Interrupted
+
+    example = dict(ctx="a b", endings=["c", "d", "e", "f"], label=0)
+    with pytest.raises(Interrupted):
+        hellaswag.evaluate(tiny, [example], "cpu", stop=SimpleNamespace(check=stop))
 
 
 def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path):
@@ -294,8 +356,8 @@ def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path)
     log.start({})
     for step in range(6):
         if step % 2 == 0:
-            log.value(step, "val", 1.0)
-        log.value(step, "train", 2.0, 6)
+            log.record(step, "val", val_loss=1.0)
+        log.record(step, "train", loss=2.0)
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"type": "train", "st')
     log.resume(4, True, {})
@@ -391,11 +453,18 @@ def test_another_model_or_other_data_cannot_be_resumed(shards, tmp_path):
 
 
 def test_the_command_to_resume_is_the_command_that_was_given(monkeypatch):
-    monkeypatch.setattr(
-        "sys.argv", ["train_gpt2.py", "--overwrite", "--sample-prompt", "a b", "--resume", "x", "--max-steps=3"]
-    )
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert command_to_resume() == "python train_gpt2.py --sample-prompt 'a b' --max-steps=3 --resume auto"
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("sys.argv", ["train_gpt2.py", "--sample-prompt", "a b", "--resume", "x", "--max-steps=3"])
+    resumed = command_to_resume()
+    assert resumed == "python train_gpt2.py --sample-prompt 'a b' --resume x --max-steps=3 --resume auto"
+    monkeypatch.setattr("sys.argv", shlex.split(resumed)[1:])
+    assert command_to_resume() == resumed and parse_command_line(sys.argv[1:]).resume == "auto", "the last of a flag counts"
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert command_to_resume().startswith("torchrun --standalone --nproc_per_node=8 train_gpt2.py")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert command_to_resume().startswith("torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d")
 
 
 # -- trackers
@@ -420,13 +489,13 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     monkeypatch.setitem(sys.modules, name, service)
     log = Log(str(tmp_path), True, name)
     log.start({"config": {"n_layer": 2}})
-    log.value(3, "train", 4.5, lr=0.1)
+    log.record(3, "train", loss=4.5, lr=0.1)
     log.record(5, "samples", prompt="a", samples=["ab", "ac"])
     log.close()
     options, train_values, samples, finish = service.told
     assert options["config"] == {"n_layer": 2} and options["name"] == tmp_path.name
     assert train_values == (3, {"train/loss": 4.5, "train/lr": 0.1})
-    assert samples == (5, {"samples/prompt": "a", "samples/samples": "ab\n---\nac"}) and finish == "finish"
+    assert samples == (5, {"samples/prompt": "a", "samples/samples": "ab\n\n---\n\nac"}) and finish == "finish"
 
 
 def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
@@ -437,7 +506,7 @@ def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
     assert [e.step for e in events.Scalars("val/val_loss")] == [0, 3, 6]
     assert [e.value for e in events.Scalars("train/loss")] == pytest.approx(losses(tmp_path / "log"))
     assert {"train/lr", "train/norm", "train/tokens_per_sec", "train/mfu"} <= set(events.Tags()["scalars"])
-    assert "samples/text_summary" in events.Tags()["tensors"]
+    assert "samples/samples/text_summary" in events.Tags()["tensors"]
 
 
 def test_a_tracker_that_is_not_installed_is_a_problem_of_the_configuration(shards, monkeypatch):
