@@ -1,4 +1,4 @@
-"""Generations from a checkpoint or a pretrained GPT-2: python sample.py --model log/quickstart/ckpt_000300 --prompt "def "."""
+"""Generations from a checkpoint or a pretrained GPT-2: python sample.py --model log/quickstart/ckpt_000150 --prompt "def "."""
 
 import json
 import sys

@@ -92,7 +92,7 @@ def run_script(script: str, *args, ranks: int = 1, cwd=None, expect: int = 0, **
         env=environment(**extra),
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,  # many times what any takes, even on a busy machine
     )
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

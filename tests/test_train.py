@@ -29,8 +29,10 @@ from train_gpt2 import (
     TrainConfig,
     check,
     command_to_resume,
+    fit_batch_size,
     learning_rate,
     parse_command_line,
+    runs_out_of_memory,
     train_step,
     validate,
 )
@@ -226,7 +228,7 @@ def test_a_killed_run_resumes_to_the_same_weights(shards, tmp_path, number):
         time.sleep(0.01)
         assert process.poll() is None
     process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert err == ""
     if number == signal.SIGKILL:
         assert process.returncode == -signal.SIGKILL
@@ -244,7 +246,7 @@ def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_pat
     while "step    10" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=600)
     assert "interrupted: " in out and len(checkpoint.checkpoints(tmp_path / "log")) == 1
 
 
@@ -285,6 +287,32 @@ def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, m
     with pytest.raises(OSError):
         checkpoint.save(tmp_path, tiny, optimizers, {"step": 1}, world)
     assert checkpoint.newest(tmp_path)[0].name == "ckpt_000001" and len(checkpoint.checkpoints(tmp_path)) == 1
+
+
+def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
+    def model(x, y):
+        if len(x) > 4:
+            raise torch.OutOfMemoryError
+        return tiny(x, y)
+
+    def try_on_the_cpu(model, raw, B, T, _, dtype):
+        return runs_out_of_memory(model, raw, B, T, World("cpu"), dtype)
+
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), sharding="ddp", size=1, any=bool)
+    monkeypatch.setattr("train_gpt2.runs_out_of_memory", try_on_the_cpu)
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    config = TrainConfig(sequence_length=16, total_batch_size=64 * 16)
+    assert fit_batch_size(model, tiny, config, gpu, torch.float32) == 4
+    assert all(p.grad is None for p in tiny.parameters()), "nothing of the trial stays"
+    config = TrainConfig(sequence_length=16, total_batch_size=6 * 16)
+    assert fit_batch_size(tiny, tiny, config, gpu, torch.float32) == 2, "it must divide the batch"
+
+
+@pytest.mark.parametrize("free, B", [(0, 1), (2e6, 4), (1e12, 64)])
+def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypatch, free, B):
+    monkeypatch.setattr("train_gpt2.free_memory", lambda device: free + 24 * tiny.num_params())  # gradients and moments, twice
+    config = TrainConfig(sequence_length=32, total_batch_size=64 * 32)
+    assert fit_batch_size(tiny, tiny, config, World("cpu"), torch.float32) == B  # 32 · 4 · 18 · 2 · 32 bytes a sequence
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
