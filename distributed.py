@@ -39,7 +39,13 @@ class World:
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         if self.size > 1:
             on_gpu = self.device.type == "cuda"
-            dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
+            store, _, _ = next(dist.rendezvous("env://"))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun's store outlives the workers it restarts, and so would the dead ones' addresses in it; with several
+                # nodes, which count their restarts apart, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new one
+                store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+            backend, device_id = ("cpu:gloo,cuda:nccl", self.device) if on_gpu else ("gloo", None)
+            dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.size, device_id=device_id)
 
     def __enter__(self) -> "World":
         return self

@@ -125,6 +125,7 @@ def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_h
     os.kill(workers_of(process)[-1], signal.SIGKILL)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0 and "resuming from" in out, err
+    assert err.count("failed (exitcode") == 1, "the restarted processes found each other at once"
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert weights_hash(tmp_path / "cut" / "ckpt_000120") == weights_hash(tmp_path / "whole" / "ckpt_000120")
 
