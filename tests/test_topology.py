@@ -115,19 +115,19 @@ def workers_of(process: subprocess.Popen) -> list[int]:
 
 
 def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_happened(shards, tmp_path):
-    flags = ("--max-steps", 120, "--checkpoint-every", 20, "--overwrite")
+    flags = ("--max-steps", 60, "--checkpoint-every", 10, "--overwrite")
     train(shards, tmp_path / "whole", *flags, ranks=2)
     args = (*TINY, "--data-dir", shards, "--log-dir", tmp_path / "cut", *EIGHT_SEQUENCES, "--keep-checkpoints", 9, *flags)
     args = command("train_gpt2.py", *args, ranks=2)
     args.insert(args.index("--standalone"), "--max-restarts=3")
     process = subprocess.Popen(args, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    wait_for(tmp_path / "cut" / "ckpt_000020", process)
+    wait_for(tmp_path / "cut" / "ckpt_000010", process)
     os.kill(workers_of(process)[-1], signal.SIGKILL)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0 and "resuming from" in out, err
     assert err.count("failed (exitcode") == 1, "the restarted processes found each other at once"
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert weights_hash(tmp_path / "cut" / "ckpt_000120") == weights_hash(tmp_path / "whole" / "ckpt_000120")
+    assert weights_hash(tmp_path / "cut" / "ckpt_000060") == weights_hash(tmp_path / "whole" / "ckpt_000060")
 
 
 def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):
