@@ -95,9 +95,15 @@ class File(NamedTuple):
 
 
 def open_file(url: str):
+    if url.startswith("http"):
+        import requests
+
+        answer = requests.get(url, timeout=30)
+        answer.raise_for_status()
+        return io.BytesIO(answer.content)
     import fsspec
 
-    return fsspec.open(url, compression="infer", client_kwargs={"trust_env": True})  # a proxy's address, too
+    return fsspec.open(url, compression="infer")
 
 
 def read_text(path: str, _: str) -> Iterator[Text]:
@@ -206,10 +212,10 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
         builder = load_dataset_builder(repository, config or None, revision=commit)
     except (ValueError, RuntimeError) as error:  # no such configuration; a loading script, which nobody should run
         raise UserError(f"{source}: {str(error).splitlines()[0]} ({hint})") from None
-    if (kind := builder.info.builder_name) not in ("parquet", "json"):
-        raise UserError(f"{source} is a dataset of the kind {kind}, and only parquet and jsonl are read; {hint}")
-    if split not in (urls := builder.config.data_files):
+    if split not in (urls := builder.config.data_files or {}):
         raise UserError(f"{source} has no split {split!r} but {', '.join(urls)}; write hub:OWNER/NAME:CONFIG:SPLIT")
+    if strange := [url for url in urls[split] if not url.endswith((".parquet", *JSON))]:
+        raise UserError(f"{strange[0]} is neither parquet nor jsonl, so it cannot be read; {hint}")
     stream, urls = builder.as_streaming_dataset(split), urls[split]
     check_column(source, column, stream.features.arrow_schema)
     for i, url in enumerate(urls):  # each is a shard of the stream
@@ -355,7 +361,7 @@ def tokenize(texts: list[Text]) -> tuple[np.ndarray, np.ndarray, np.ndarray, lis
         counts[i, :4] = starts, cuts > 0, cuts, not parts
         data = text.encode(errors="surrogatepass")
         hashes.append(hashlib.blake2b(data, digest_size=16).digest() if starts and ends else None)
-    return np.concatenate(tokens).astype(np.uint16), lengths, counts, hashes
+    return np.concatenate(tokens, dtype=np.uint16, casting="unsafe"), lengths, counts, hashes
 
 
 def in_workers(pool, reader, batches: Iterator, ahead: int) -> Iterator[tuple[tuple[int, int], tuple]]:
@@ -426,43 +432,38 @@ def token_stream(results: Iterable, limit: int, seen: Seen | None, counts, bar) 
 
 def held_out(head: list[np.ndarray], shard_size: int, val_tokens: int) -> int:
     """How many tokens are for validation, where `head` are the first two shards' worth or all there are."""
-    total, done = sum(map(len, head)), 0
+    begins = np.cumsum([0, *map(len, head)])
+    total = int(begins[-1])
     wanted = val_tokens or (shard_size if total >= 2 * shard_size else max(1, total // 20))
     if wanted >= total:
         raise UserError(f"the source has {total} tokens, of which {wanted} are for validation: nothing is left to train on")
-    for tokens in head:
-        starts = np.flatnonzero(tokens == EOT) + done
-        if len(starts) and starts[-1] >= wanted:
-            start = int(starts[np.searchsorted(starts, wanted)])
-            return start if start <= min(2 * wanted, shard_size) else wanted
-        done += len(tokens)
-    return wanted
+    starts = np.concatenate([begin + np.flatnonzero(tokens == EOT) for begin, tokens in zip(begins, head, strict=False)])
+    near = starts[(starts >= wanted) & (starts <= min(2 * wanted, shard_size))]
+    return int(near[0]) if len(near) else wanted
 
 
-def pack(stream: Iterator, shard_size: int, val_tokens: int, index=0, done=0) -> Iterator[tuple[int, np.ndarray, dict]]:
-    """Cuts the stream, from token `done` of its first batch on, into shards: (index, tokens, cursor after them). Shard 0, for
-    validation, may be a smaller one."""
+def pack(stream: Iterator, shard_size: int, val_tokens: int, index=0, done=0) -> Iterator[tuple[int, list, dict]]:
+    """Cuts the stream, from token `done` of its first batch on, into shards: (index, tokens in parts, cursor after them). Shard
+    0, for validation, may be a smaller one."""
     size = shard_size
     if index == 0:
-        head, total = deque(), 0
+        head, total = [], 0
         while total < 2 * shard_size and (batch := next(stream, None)):
             head.append(batch)
             total += len(batch[1])
         size = held_out([tokens for _, tokens in head], shard_size, val_tokens)
-        stream = itertools.chain((head.popleft() for _ in range(len(head))), stream)  # popped, so that memory shrinks
-    shard, filled = np.empty(size, np.uint16), 0
+        stream, head = itertools.chain(head, stream), None  # so that the memory is free after it
+    shard, filled = [], 0
     for cursor, tokens in stream:
         while done < len(tokens):
-            n = min(size - filled, len(tokens) - done)
-            shard[filled : filled + n] = tokens[done : done + n]
-            filled, done = filled + n, done + n
+            shard.append(tokens[done : done + size - filled])
+            filled, done = filled + len(shard[-1]), done + len(shard[-1])
             if filled == size:
                 yield index, shard, cursor | {"token": done}
-                index, size = index + 1, shard_size
-                shard, filled = np.empty(size, np.uint16), 0
+                index, size, shard, filled = index + 1, shard_size, [], 0
         done = 0
     if filled:
-        yield index, shard[:filled], cursor | {"token": len(tokens)}
+        yield index, shard, cursor | {"token": len(tokens)}
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -489,16 +490,16 @@ def write_manifest(folder: Path, manifest: dict) -> None:
     write_whole(folder / "manifest.json", json.dumps(manifest, indent=1).encode() + b"\n")
 
 
-def save(folder: Path, manifest: dict, index: int, tokens: np.ndarray, cursor: dict, seen: Seen | None) -> None:
+def save(folder: Path, manifest: dict, index: int, parts: list[np.ndarray], cursor: dict, seen: Seen | None) -> None:
     """Writes a shard and then the manifest that counts on it, so that there is always a place to go on from."""
     if seen:
         seen.save()
-    split, header = "train" if index else "val", io.BytesIO()
+    split, count, header = "train" if index else "val", sum(map(len, parts)), io.BytesIO()
     path = folder / f"{manifest['options']['name']}_{split}_{index:06d}.npy"
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
-    sha256 = write_whole(path, header.getvalue(), tokens.data.cast("B"))  # byte for byte as np.save writes it
-    manifest["shards"].append({"name": path.name, "split": split, "tokens": len(tokens), "sha256": sha256})
-    manifest["tokens"] += len(tokens)
+    np.lib.format.write_array_header_1_0(header, {"descr": "<u2", "fortran_order": False, "shape": (count,)})
+    sha256 = write_whole(path, header.getvalue(), *parts)  # byte for byte as np.save writes it
+    manifest["shards"].append({"name": path.name, "split": split, "tokens": count, "sha256": sha256})
+    manifest["tokens"] += count
     manifest["counts"], manifest["cursor"] = cursor.pop("counts"), cursor
     write_manifest(folder, manifest)
 
@@ -628,10 +629,10 @@ def build(config: Config, folder: Path) -> None:
         shards = pack(stream, config.shard_size, config.val_tokens, len(manifest["shards"]), start["token"])
         with ThreadPoolExecutor(1) as writer:
             writing = writer.submit(write_manifest, folder, manifest)
-            for index, tokens, cursor in shards:
+            for index, parts, cursor in shards:
                 cursor["read"] = fingerprint(files[: cursor["file"] + 1], benchmark)
                 writing.result()  # at most one shard is being written while the next is filled
-                writing = writer.submit(save, folder, manifest, index, tokens, cursor, seen)
+                writing = writer.submit(save, folder, manifest, index, parts, cursor, seen)
             writing.result()
     manifest["counts"], manifest["cursor"] = dict(zip(COUNTS, counts.tolist(), strict=True)), None
     write_manifest(folder, manifest)

@@ -231,14 +231,14 @@ def stream_of(texts, size, cursor=None, limit=10**9):
 def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_size):
     texts = prose(60, words=20)
     whole = expected(texts)
-    shards = list(pack(stream_of(texts, 7)[0], shard_size, 0))
+    shards = [(i, np.concatenate(parts), cursor) for i, parts, cursor in pack(stream_of(texts, 7)[0], shard_size, 0)]
     assert np.array_equal(np.concatenate([tokens for _, tokens, _ in shards]), whole)
     assert [index for index, _, _ in shards] == list(range(len(shards)))
     assert {len(tokens) for _, tokens, _ in shards[:-1]} <= {shard_size} if len(whole) >= 2 * shard_size else True
     for i in range(0, len(shards) - 1, 1 + len(shards) // 20):
         index, _, cursor = shards[i]
         rest = list(pack(stream_of(texts, 7, cursor)[0], shard_size, 0, index + 1, cursor["token"]))
-        assert [(a, b.tolist(), c) for a, b, c in rest] == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
+        assert [(a, np.concatenate(b).tolist(), c) for a, b, c in rest] == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
 
 
 def test_a_stream_ends_at_the_limit_and_counts_only_what_it_has_used():
@@ -694,6 +694,8 @@ configs:
   data_files: [{split: train, path: other/*}]
 - config_name: sample-10BT
   data_files: [{split: train, path: sample/10BT/*}]
+- config_name: table
+  data_files: [{split: train, path: table/*}]
 ---
 """
 
@@ -720,7 +722,9 @@ class Hub(BaseHTTPRequestHandler):
         api, _, path = unquote(urlparse(self.path).path).partition("/o/d")
         self.server.asked.append(path)
         files = self.server.files
-        if api == "/api/datasets" and path.startswith("/tree/"):
+        if api and self.server.failures and self.server.failures.pop():
+            self.answer(503)
+        elif api == "/api/datasets" and path.startswith("/tree/"):
             folder = "/".join([*path.split("/")[3:], ""])
             names = sorted({name[len(folder) :].split("/")[0] for name in files if name.startswith(folder)})
             entries = [{"path": folder + name, "oid": "0", "size": len(files.get(folder + name, b""))} for name in names]
@@ -731,6 +735,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps({"id": "o/d", "sha": commit, "siblings": []}).encode())
         elif api == "/datasets" and (name := path.partition(COMMIT + "/")[2]) in files:
             self.file(files[name])
+        elif self.path == "/input.txt":
+            self.answer(200, self.server.texts[0].encode())
         elif not path:
             self.answer(404, X_Error_Code="RepoNotFound")
         else:
@@ -765,11 +771,11 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.daemon_threads = True
-    server.asked, server.trouble, server.commit = [], [], COMMIT
+    server.asked, server.trouble, server.failures, server.commit = [], [], [], COMMIT
     server.texts = prose(2400, words=40)
     files = {f"sample/10BT/0{i}.parquet": server.texts[80 * (i - 10) : 80 * (i - 9)] for i in range(10, 40)}
     server.files = {name: write_parquet(tmp_path / "file", texts).read_bytes() for name, texts in files.items()}
-    server.files |= {"README.md": CARD, "other/a.parquet": b"not asked for"}
+    server.files |= {"README.md": CARD, "other/a.parquet": b"not asked for", "table/a.csv": b"text\na\n"}
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.env = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
@@ -791,16 +797,27 @@ fineweb.command()
 """
 
 
-def from_hub(server, out: Path, *options, code=0) -> subprocess.CompletedProcess:
+def start_from_hub(server, out: Path, *options, impatient=True) -> subprocess.Popen:
     options = ["--source", "hub:o/d:sample-10BT", "--data-dir", out, "--shard-size", 20_000, "--workers", 1, *options]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **server.env}
-    command = [sys.executable, "-c", IMPATIENT, *map(str, options)]
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
-    assert done.returncode == code, done.stderr
-    return done
+    command = (
+        [sys.executable, "-c", IMPATIENT, *map(str, options)] if impatient else [sys.executable, FINEWEB, *map(str, options)]
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
+
+
+def from_hub(server, out: Path, *options, code=0) -> tuple[str, str]:
+    process = start_from_hub(server, out, *options)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    return output, errors
 
 
 def test_a_dataset_is_read_from_the_hub_and_its_commit_noted(tmp_path, hub):
+    output, _ = from_hub(hub, tmp_path / "out", "--dry-run")
+    documents, tokens = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:documents|tokens)", output))
+    assert documents == 2400 and abs(tokens / len(expected(hub.texts)) - 1) < 0.1
     from_hub(hub, tmp_path / "out")
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"] == {"hub:o/d:sample-10BT": COMMIT}
@@ -811,15 +828,16 @@ def test_a_dataset_is_read_from_the_hub_and_its_commit_noted(tmp_path, hub):
 def test_a_hub_that_fails_stalls_and_hangs_up_delays_but_changes_nothing(tmp_path, hub):
     some = ["", "503", "", "cut", "", "", "stall", "", "500", "429", "", "cut", "cut", "", "", ""]
     hub.trouble = [*some, *["503"] * 7, *[""] * 9, *["cut"] * 15, *[""] * 9, *random.Random(4).choices(some, k=9)]
+    hub.failures = [True, False] * 3
     from_hub(hub, tmp_path / "out")
-    assert not hub.trouble, len(hub.trouble)
+    assert not hub.trouble and not hub.failures
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
 
 
 def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_on_resume(tmp_path, hub):
     hub.trouble = [""] * 25 + ["cut"] * 2000
-    error = from_hub(hub, tmp_path / "out", code=1).stderr.strip().splitlines()[-1]
-    assert re.search(r"0\d\d.parquet cannot be read", error)
+    _, errors = from_hub(hub, tmp_path / "out", code=1)
+    assert re.search(r"0\d\d.parquet cannot be read", errors.strip().splitlines()[-1])
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]) > 1
     hub.trouble, hub.commit, hub.asked[:] = [], "f" * 40, []
     from_hub(hub, tmp_path / "out")
@@ -827,10 +845,29 @@ def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_o
     assert not any("011.parquet" in path and "resolve" in path for path in hub.asked)  # what is done is not read again
 
 
+def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
+    hub.trouble = [""] * 25 + ["stall"] * 1000
+    process = start_from_hub(hub, tmp_path / "out", impatient=False)
+    wait_for(lambda: len(hub.trouble) < 1000)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=2)
+    assert process.returncode == 130 and not session(process.pid)
+
+
+def test_a_text_is_read_over_http(hub, monkeypatch):
+    monkeypatch.setattr(fineweb, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/input.txt")
+    assert list(documents(list(find_files("tinyshakespeare", "")))) == [((0, 0), [Text(hub.texts[0])])]
+    monkeypatch.setattr(fineweb, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/nothere.txt")
+    with pytest.raises(UserError, match=r"nothere\.txt cannot be read \(HTTPError: 404"):
+        list(documents(list(find_files("tinyshakespeare", ""))))
+
+
 def test_what_the_hub_does_not_have_is_one_sentence(hub):
     expected_messages = {
         "hub:o/nothere": "cannot be read (RepositoryNotFoundError",
-        "hub:o/d:nosuch": "'nosuch' not found. Available: ['default', 'sample-10BT']",
+        "hub:o/d:nosuch": "'nosuch' not found. Available: ['default', 'sample-10BT', 'table']",
+        "hub:o/d:table": "table/a.csv is neither parquet nor jsonl",
         "hub:o/d:sample-10BT:test": "has no split 'test' but train",
         "hub:o/d:sample-10BT:train:content": "has no column 'content' of text but text (string), id (string), ",
     }
@@ -845,6 +882,6 @@ for source in sys.argv[1:]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), **hub.env}
     command = [sys.executable, "-c", program, *expected_messages]
     lines = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120).stdout.splitlines()
-    assert len(lines) == 4
+    assert len(lines) == len(expected_messages)
     for line, message in zip(lines, expected_messages.values(), strict=True):
         assert message in line
