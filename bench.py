@@ -33,7 +33,7 @@ from benchmarks.hot_paths import generate, prepare, score
 from benchmarks.recipes import SCALES, sweep_recipes
 from benchmarks.turns import Side, measure
 from distributed import World, pick_device
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, decay_groups, peak_flops, pick_dtype
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, compiled, decay_groups, peak_flops, pick_dtype
 from tokenizer import EOT, UserError, run_script
 from train_gpt2 import compiler_works, describe_run, train_step
 
@@ -112,13 +112,13 @@ def build(hf: bool, own_loss: bool, T: int, pad_vocab_to: int, size: dict[str, i
     return model
 
 
-def training(world, B, T, size, dtype, tf32, compile, flash, pad_vocab_to, fused, own_loss, hf=False) -> Callable:
+def training(world, B, T, size, dtype, tf32, compile, flash, pad_vocab_to, fused, own_loss, recompute, hf=False) -> Callable:
     """The real train_step on made-up tokens -> its loss, and the seconds that it waited for the loader."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # AOTAutograd's cache does not know which attention a graph was traced with: it would hand the plain rung the fused kernel.
     functorch_config.enable_autograd_cache = flash
     raw = build(hf, own_loss, T, pad_vocab_to, size).to(world.device)
-    model = world.wrap(torch.compile(raw, dynamic=False) if compile else raw)
+    model = world.wrap(compiled(raw, recompute) if compile else raw)
     groups = decay_groups(list(raw.parameters()), weight_decay=0.1)  # as configure_optimizers
     optimizers = [torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=fused or None)]  # None: PyTorch's default
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -180,7 +180,7 @@ class Machine:
         c = self.config
         options = dict(B=c.batch_size, T=c.sequence_length, size=self.size, dtype=self.dtype, tf32="tf32" in self.peaks)
         options |= dict(compile=not self.why_not_compile, flash=True, pad_vocab_to=128, own_loss=True)
-        options |= dict(fused=self.device.type in ("cuda", "cpu")) | changes
+        options |= dict(fused=self.device.type in ("cuda", "cpu"), recompute=False) | changes
         with torch.device("meta"):
             flops = GPT(GPTConfig(**self.size)).flops_per_token(options["T"])
         half = torch.float16 if "float16" in self.peaks else torch.bfloat16
@@ -220,8 +220,8 @@ def device_name(device: torch.device) -> str:
 
 
 def ladder(m: Machine) -> Iterator[dict]:
-    """Each technique on top of those before it, from a plain float32 step to what training does here. One that training
-    leaves out here (bfloat16 on a CPU that is slower at it) is measured, and the next ones do not build on it."""
+    """Each technique on top of those before it, from a plain float32 step to what training does here. bfloat16 on
+    a CPU that is slower at it, and recomputed activations, are measured, and the next ones do not build on them."""
     B, half = m.config.batch_size, m.dtype if m.dtype != torch.float32 else torch.bfloat16
     more = B * (2 if m.device.type == "cpu" else 4)
     techniques = {
@@ -232,20 +232,23 @@ def ladder(m: Machine) -> Iterator[dict]:
         "+ vocabulary of 50304": dict(pad_vocab_to=128),
         "+ fused AdamW": dict(fused=True),
         "+ the model's own loss": dict(own_loss=True),
+        "+ cheap activations recomputed": dict(recompute=True),
         f"+ micro-batch {B} → {more}": dict(B=more),
     }
-    plain = dict(dtype=torch.float32, tf32=False, compile=False, flash=False, pad_vocab_to=1, fused=False, own_loss=False)
+    plain = dict(dtype=torch.float32) | dict.fromkeys(("tf32", "compile", "flash", "fused", "own_loss", "recompute"), False)
+    plain |= dict(pad_vocab_to=1)
     sides, at, training_does = [m.step("float32, eager", **plain)], 0, m.step("").options
     for name, change in techniques.items():
         kept = "B" in change or change.items() <= training_does.items()
-        if not kept and "dtype" not in change:
+        if not kept and not ("dtype" in change or ("recompute" in change and training_does["compile"])):
             m.notes.append(f"left out: {name}, which training does not use here")
             continue
         sides.append(m.step(name, at, **(sides[at].options | change)))
         if kept:
             at = len(sides) - 1
         else:
-            m.notes.append(f"training stays in float32 here ({m.why}): what follows {name!r} builds on the row before it")
+            why = f" ({m.why})" if "dtype" in change else ""
+            m.notes.append(f"{name!r} is only measured: training leaves it{why}, and what follows builds on the row before it")
     yield from m.measure(sides)
 
 
@@ -272,7 +275,7 @@ def scaling(m: Machine) -> Iterator[dict]:
 
 def against(m: Machine) -> Iterator[dict]:
     """transformers' GPT-2, the same AdamW and precision, and the step as training takes it."""
-    eager, compiled = dict(hf=True, compile=False), dict(hf=True)
+    eager, compiled = dict(hf=True, compile=False), dict(hf=True, recompute=False)
     sides = [m.step("transformers, eager", **eager), m.step("transformers, compiled", **compiled)]
     yield from m.measure([*sides[: 1 if m.why_not_compile else 2], m.step("this repository")])
 

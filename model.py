@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch._functorch import config as functorch_config
 from torch.utils.checkpoint import checkpoint
 
 from tokenizer import EOT, VOCAB_SIZE, UserError, save_hf_tokenizer
@@ -599,6 +600,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
                 return 1e12 * peaks[int(tf32) if dtype == torch.float32 else 2], source
     n = 1024 if device.type == "cpu" else 4096
     return 2 * n**3 / min(time_matmul(device, dtype, n) for _ in range(15)), f"measured here, matmuls of {n} × {n}"
+
+
+def compiled(model: nn.Module, recompute: bool) -> nn.Module:
+    """torch.compile for training. recompute: the backward pass computes again what takes no matmul (GELU, layer norms, casts of
+    the weights) instead of keeping it: half of the activations. The budget is a part of what would be kept without one."""
+    functorch_config.activation_memory_budget = 0.8 if recompute else 1.0
+    return torch.compile(model, dynamic=False)
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

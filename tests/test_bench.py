@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from bench import BenchConfig, Machine
 from benchmarks import hot_paths, recipes, turns
 from benchmarks.turns import Side
 from distributed import World
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, compiled
 from tokenizer import VOCAB_SIZE, UserError
 
 CPU, SIZE = torch.device("cpu"), bench.MODELS["tiny"]
@@ -82,6 +83,22 @@ def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss()
 
     assert loss() == pytest.approx(loss(own_loss=False), rel=1e-5) == pytest.approx(loss(pad_vocab_to=128), rel=1e-5)
     assert abs(loss(hf=True) - math.log(VOCAB_SIZE)) < 0.5
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_plain_one():
+    def loss_and_gradients(plain: bool) -> tuple:
+        torch.manual_seed(0)
+        model = bench.build(False, not plain, 16, 128, dict(n_layer=2, n_head=2, n_embd=16))
+        x = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
+        loss = (model if plain else compiled(model, recompute=True))(x[:, :-1], x[:, 1:])[1]
+        loss.backward()
+        return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+    (loss, gradients), (plain_loss, plain_gradients) = loss_and_gradients(False), loss_and_gradients(True)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    for name, plain in plain_gradients.items():
+        assert torch.allclose(gradients[name], plain, rtol=1e-4, atol=1e-7), name
 
 
 def test_a_rung_without_fused_attention_never_calls_its_kernel():
