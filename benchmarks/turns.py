@@ -41,7 +41,7 @@ here: dict = {}  # in a side's own process: its World, its `run`, and how many r
 
 
 def settle(side: Side, device: str, rank: int, port: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
     ranks = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=side.processes, LOCAL_WORLD_SIZE=side.processes, MASTER_PORT=port)
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="localhost")
     torch.manual_seed(0)
