@@ -447,12 +447,12 @@ def pack(stream: Iterator, shard_size: int, val_tokens: int, index=0, done=0) ->
     0, for validation, may be a smaller one."""
     size = shard_size
     if index == 0:
-        head, total = [], 0
+        head, total = deque(), 0
         while total < 2 * shard_size and (batch := next(stream, None)):
             head.append(batch)
             total += len(batch[1])
         size = held_out([tokens for _, tokens in head], shard_size, val_tokens)
-        stream, head = itertools.chain(head, stream), None  # so that the memory is free after it
+        stream = itertools.chain((head.popleft() for _ in range(len(head))), stream)  # popped: chain would keep all of it
     shard, filled = [], 0
     for cursor, tokens in stream:
         while done < len(tokens):
