@@ -122,8 +122,8 @@ def prepare(m) -> Iterator[dict]:
         found = json.loads(out.read_text())
     rows = {}
     for side, name in dict(classic="build-nanogpt's loop", ours="fineweb.py", bare="tokenizer alone").items():
-        turns = [dict(seconds=seconds, memory=math.nan, returned={}) for seconds in found["seconds"][side]]
-        rows[side] = summarize(Side(name, prepare, {}, found["tokens"]), turns)
+        turns = [dict(seconds=taken[side], memory=math.nan, returned={}) for taken in found["rounds"]]
+        rows[side] = summarize(Side(name, prepare, {}, int(found["rounds"][0]["tokens"])), turns)
         rows[side]["memory_gb"] = found["peak_mb"]["tree_pss_mb"] / 1000 if side == "ours" else None
     for row in rows.values():
         yield row | {"total": row["median"] / rows["classic"]["median"], "of limit": row["median"] / rows["bare"]["median"]}
