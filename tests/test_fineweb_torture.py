@@ -1,5 +1,6 @@
 """fineweb.py for longer than `make test` has time: many kills, large files, memory."""
 
+import json
 import random
 import subprocess
 import sys
@@ -46,7 +47,7 @@ def test_memory_stays_flat_at_the_default_shard_size(tmp_path):
         time.sleep(0.05)
     assert process.wait() == 0 and not session(process.pid)
     print(f"peak of the reading process: {peak} MB")
-    assert fineweb.read_manifest(tmp_path / "out")["tokens"] > 200_000_000
+    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["tokens"] > 200_000_000
     assert 400 < peak < 1000
 
 
