@@ -8,9 +8,7 @@ What is compared takes turns (benchmarks/turns.py); figures are medians of turns
 """
 
 import json
-import math
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -35,7 +33,7 @@ from benchmarks.turns import Side, measure
 from distributed import World, pick_device
 from model import GPT, SIZES, DataLoaderLite, GPTConfig, compiled, decay_groups, peak_flops, pick_dtype
 from tokenizer import EOT, UserError, run_script
-from train_gpt2 import compiler_works, describe_run, train_step
+from train_gpt2 import compiler_works, describe_run, free_memory, train_step
 
 MODELS = SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
 
@@ -207,15 +205,6 @@ def look_around(config: BenchConfig) -> Machine:
     return Machine(config, device, dtype, why, why_not, peaks)
 
 
-def device_name(device: torch.device) -> str:
-    """The GPU's name, or the CPU's where Linux tells it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    found = re.search(r"model name\s*:\s*(.+)", cpuinfo)
-    return f"{found[1] if found else device.type}, {os.cpu_count()} cores"
-
-
 # -- the comparisons: each yields the rows of its table ----------------------------------------------------------------
 
 
@@ -255,7 +244,7 @@ def ladder(m: Machine) -> Iterator[dict]:
 def sweep(m: Machine) -> Iterator[dict]:
     """Micro-batches of 1, 2, 4, … until memory ends, or on a CPU, which kills instead of raising, before it could."""
     B, row, first = 1, dict(memory_gb=0), None
-    room = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9 if hasattr(os, "sysconf") else math.inf
+    room = free_memory(m.device) / 1e9
     while B <= m.config.max_batch and "error" not in row:
         if m.device.type == "cpu" and 2 * row["memory_gb"] > room:
             return m.notes.append(f"ended before B {B}: it could need {2 * row['memory_gb']:.0f} of the {room:.0f} GB free")
@@ -386,7 +375,6 @@ def main() -> None:
     start, m = time.perf_counter(), look_around(config)
     with World(config.device) as world:
         result = describe_run(m.config, world, m.dtype, m.config.batch_size)
-    result["device"]["name"] = device_name(m.device)
     result |= dict(command=f"python bench.py {shlex.join(sys.argv[1:])}".strip(), why=m.why, peaks=m.peaks, benchmarks={})
     for name in [name for name in BENCHMARKS if getattr(config, name)] or ["ladder"]:
         m.notes, rows = [], []

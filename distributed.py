@@ -3,6 +3,7 @@
 import os
 import re
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -140,3 +141,12 @@ def pick_device(name: str = "auto") -> torch.device:
     if name not in ("auto", "cpu", here.type):
         raise UserError(f"device {name!r} is not available here: use {' or '.join(dict.fromkeys([here.type, 'cpu']))}")
     return here if name == "auto" else torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's where Linux tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"model name\s*:\s*(.+)", cpuinfo)
+    return f"{found[1] if found else device.type}, {os.cpu_count()} cores"

@@ -31,8 +31,8 @@ import checkpoint
 import hellaswag
 import plots
 import sample
-from distributed import World
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, peak_flops, pick_dtype
+from distributed import World, device_name
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, compiled, peak_flops, pick_dtype
 from tokenizer import UserError, run_script
 
 
@@ -161,7 +161,7 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
     T, total, n = c.sequence_length, c.total_batch_size, world_size
     S = total // T  # sequences an update
     whole, splits = total % T == 0, total % T == 0 and S % n == 0
-    fits = ", ".join(str(b) for b in range(1, 65) if splits and S // n % b == 0)
+    sizes = ", ".join(str(b) for b in range(1, 65) if splits and S // n % b == 0)
     source = " --source stdlib" if c.data_dir == PRESETS["quickstart"].data_dir else ""
     begun = c.resume == "none" and not c.overwrite and (Path(c.log_dir) / "metrics.jsonl").exists()
     problems = [
@@ -188,7 +188,7 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
         ),
         (
             splits and c.batch_size and S // n % c.batch_size,
-            f"batch_size {c.batch_size} does not divide the {S // n} sequences of each of {n} process(es): use one of {fits}",
+            f"batch_size {c.batch_size} does not divide the {S // n} sequences of each of {n} process(es): use one of {sizes}",
         ),
     ]
     return [sentence for is_wrong, sentence in problems if is_wrong]
@@ -421,15 +421,14 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int) -> tuple:
 def describe_run(config: TrainConfig, world: World, dtype: torch.dtype, batch_size: int) -> dict:
     """What the first line of metrics.jsonl holds, so that every number can be traced."""
     describe = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
+    here, threads = Path(__file__).parent, torch.get_num_threads()
     git = subprocess.run(describe, capture_output=True, text=True, cwd=here).stdout.strip() if shutil.which("git") else ""
-    name = torch.cuda.get_device_name() if world.device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "config": dataclasses.asdict(config),
         "command": command(),
         "git": git,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "device": {"type": world.device.type, "name": name, "processes": world.size, "threads": torch.get_num_threads()},
+        "device": {"type": world.device.type, "name": device_name(world.device), "processes": world.size, "threads": threads},
         "dtype": str(dtype).removeprefix("torch."),
         "batch_size": batch_size,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -549,7 +548,7 @@ class Run:
         why_eager = compiler_works(device) if config.compile else "as asked"
         how = f"eager: {why_eager}" if why_eager else "compiled"
         self.log.say(f"device: {device}, {self.dtype} ({reason}), {how}".replace("torch.", ""))
-        model = self.raw if why_eager else torch.compile(self.raw, dynamic=False)
+        model = self.raw if why_eager else compiled(self.raw, recompute=False)
 
         sequences = config.total_batch_size // T // world.size  # of one update, on each process
         self.batch_size = config.batch_size or (state["batch_size"] if state else 0)

@@ -148,11 +148,6 @@ def memory(pid: int, file: str, field: str) -> float:
         return 0.0
 
 
-def cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(": ")[2] for line in lines if line.startswith("model name")), platform.machine())
-
-
 def one_round(corpus: Path, folder: Path) -> dict:
     """Each of the three once: seconds and peaks of memory."""
     ours_seconds, ours_tokens, peak = ours(corpus, folder / "ours")
@@ -186,10 +181,14 @@ def main() -> None:
             print(rounds[-1], flush=True)
     finally:
         shutil.rmtree(folder)
+    import torch  # not before the processes that are measured have started
+
+    from distributed import device_name
+
     median = {name: statistics.median(taken[name] for taken in rounds) for name in ("ours", "classic", "bare")}
     result = {
         "command": f"python benchmarks/fineweb_bench.py --megabytes {args.megabytes} --rounds {len(rounds)}",
-        "machine": f"{cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, tiktoken {version('tiktoken')}",
+        "machine": f"{device_name(torch.device('cpu'))}, Python {platform.python_version()}, tiktoken {version('tiktoken')}",
         "text_mb": round(megabytes, 1),
         "mb_per_s": {name: round(megabytes / value, 2) for name, value in median.items()},
         "ours_over_classic": round(median["classic"] / median["ours"], 3),

@@ -1,5 +1,7 @@
 """What the tests share: a small deterministic corpus, a tiny model, and the scripts run as a user runs them."""
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -96,3 +98,15 @@ def run_script(script: str, *args, ranks: int = 1, cwd=None, expect: int = 0, **
     )
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def losses(log_dir: Path) -> list[float]:
+    """The training loss of each step; fails if one is missing or there twice."""
+    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(r["step"], r["loss"]) for r in records if r["type"] == "train"]
+    assert [s for s, _ in steps] == list(range(len(steps)))
+    return [loss for _, loss in steps]
+
+
+def weights_hash(directory: Path) -> str:
+    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()

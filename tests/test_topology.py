@@ -1,6 +1,5 @@
 """One run on any number of processes, however they share the model, killed and started again: always the same curve."""
 
-import hashlib
 import itertools
 import json
 import os
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, command, environment, run_script
+from conftest import ROOT, TINY, command, environment, losses, run_script, weights_hash
 
 import checkpoint
 from distributed import World
@@ -29,18 +28,6 @@ EIGHT_SEQUENCES = ("--total-batch-size", 128, "--max-steps", 10)  # so that 4 ra
 def train(shards, log_dir, *flags, **kwargs):
     flags = (*TINY, "--data-dir", shards, "--log-dir", log_dir, *EIGHT_SEQUENCES, "--keep-checkpoints", 9, *flags)
     return run_script("train_gpt2.py", *flags, **kwargs)
-
-
-def losses(log_dir: Path) -> list[float]:
-    """The training loss of each step; fails if one is missing or there twice."""
-    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [(r["step"], r["loss"]) for r in records if r["type"] == "train"]
-    assert [s for s, _ in steps] == list(range(len(steps)))
-    return [loss for _, loss in steps]
-
-
-def weights_hash(directory: Path) -> str:
-    return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,6 +1,5 @@
 """Training as a user runs it: real processes, on one rank and two, killed and resumed, and what they say about mistakes."""
 
-import hashlib
 import json
 import math
 import shlex
@@ -8,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
 import torch
-from conftest import TINY, command, environment, run_script
+from conftest import TINY, command, environment, losses, run_script, weights_hash
 from hypothesis import strategies as st
 
 import checkpoint
@@ -36,18 +34,6 @@ from train_gpt2 import (
     train_step,
     validate,
 )
-
-
-def losses(log_dir: Path) -> list[float]:
-    """The training loss of each step; fails if one is missing or there twice."""
-    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [(r["step"], r["loss"]) for r in records if r["type"] == "train"]
-    assert [s for s, _ in steps] == list(range(len(steps)))
-    return [loss for _, loss in steps]
-
-
-def weights_hash(log_dir: Path, step: int) -> str:
-    return hashlib.sha256((log_dir / f"ckpt_{step:06d}" / "model.safetensors").read_bytes()).hexdigest()
 
 
 def train(shards, log_dir, *flags, ranks=1, **kwargs):
@@ -192,7 +178,7 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path):
     done = train(shards, tmp_path / "cut", *flags, "--resume", "auto")
     assert "resuming from" in done.stdout and "4 updates" in done.stdout
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert weights_hash(tmp_path / "cut", 8) == weights_hash(tmp_path / "whole", 8)
+    assert weights_hash(tmp_path / "cut" / "ckpt_000008") == weights_hash(tmp_path / "whole" / "ckpt_000008")
     assert (tmp_path / "cut" / "log.txt").read_text() == (tmp_path / "whole" / "log.txt").read_text()
     a, b = (checkpoint.load_state(tmp_path / run / "ckpt_000008")["optimizer"]["state"] for run in ("cut", "whole"))
     assert all(torch.equal(a[name][key], b[name][key]) for name in b for key in b[name])
@@ -215,7 +201,7 @@ def test_a_compiled_run_resumes_bit_for_bit_too(shards, tmp_path):
     train(shards, tmp_path / "cut", *flags)
     train(shards, tmp_path / "cut", *flags, "--resume", tmp_path / "cut" / "ckpt_000002")
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert weights_hash(tmp_path / "cut", 4) == weights_hash(tmp_path / "whole", 4)
+    assert weights_hash(tmp_path / "cut" / "ckpt_000004") == weights_hash(tmp_path / "whole" / "ckpt_000004")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -236,7 +222,7 @@ def test_a_killed_run_resumes_to_the_same_weights(shards, tmp_path, number):
         assert process.returncode == 0 and "--resume auto" in out.splitlines()[-1]
     train(shards, tmp_path / "cut", *flags, "--resume", "auto")
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    assert weights_hash(tmp_path / "cut", 200) == weights_hash(tmp_path / "whole", 200)
+    assert weights_hash(tmp_path / "cut" / "ckpt_000200") == weights_hash(tmp_path / "whole" / "ckpt_000200")
 
 
 def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_path):
@@ -327,12 +313,12 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep):
 def test_a_run_that_goes_on_from_an_earlier_checkpoint_gives_up_the_later_ones(shards, tmp_path):
     flags = ("--checkpoint-every", 2, "--keep-checkpoints", 2, "--max-steps", 10)
     train(shards, tmp_path / "log", *flags, "--keep-checkpoints", 9)
-    whole = weights_hash(tmp_path / "log", 10)
+    whole = weights_hash(tmp_path / "log" / "ckpt_000010")
     train(shards, tmp_path / "log", *flags, "--max-steps", 4, "--resume", tmp_path / "log" / "ckpt_000002")
     assert [p.name for p in checkpoint.checkpoints(tmp_path / "log")] == ["ckpt_000002", "ckpt_000004"]
     train(shards, tmp_path / "log", *flags, "--resume", "auto")
     assert len(losses(tmp_path / "log")) == 10 and len(checkpoint.checkpoints(tmp_path / "log")) == 2
-    assert weights_hash(tmp_path / "log", 10) != whole, "the schedule of 4 steps was another"
+    assert weights_hash(tmp_path / "log" / "ckpt_000010") != whole, "the schedule of 4 steps was another"
 
 
 def test_a_run_can_go_on_in_another_log_directory_with_other_settings(shards, tmp_path):
