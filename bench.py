@@ -31,7 +31,7 @@ from benchmarks.hot_paths import generate, prepare, score
 from benchmarks.recipes import SCALES, sweep_recipes
 from benchmarks.turns import Side, measure
 from distributed import World, pick_device
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, compiled, decay_groups, peak_flops, pick_dtype
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, compiled, decay_groups, newest_flash_attention, peak_flops, pick_dtype
 from tokenizer import EOT, UserError, run_script
 from train_gpt2 import compiler_works, describe_run, free_memory, train_step
 
@@ -46,6 +46,7 @@ class BenchConfig:
     sweep: Literal["", "batch"] = ""  # batch: micro-batches of 1, 2, 4, … until memory ends
     scaling: bool = False  # 1, 2, 4, 8 processes, as many as there are GPUs (or cores)
     against: Literal["", "hf"] = ""  # hf: transformers' GPT-2, eager and compiled, with the same AdamW
+    optimizers: bool = False  # what Muon costs beside AdamW
     attention: bool = False  # attention alone, fused and written out, by sequence length
     generate: bool = False  # 128 new tokens with a KV cache, without, and by transformers; limit: the memory's bandwidth
     hellaswag: bool = False  # HellaSwag in batches and one example at a time; limit: the matmul peak
@@ -64,9 +65,9 @@ class BenchConfig:
     megabytes: int = 50  # of text for --data
     data_dir: str = "data/stdlib"  # shards for --recipes; what OUT.json has already is not trained again
     scales: tuple[str, ...] = tuple(SCALES)  # of --recipes: parameters outside the embedding
-    learning_rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3, 16e-3)  # of --recipes; more until the best is not at an end
+    learning_rates: tuple[float, ...] = (4e-3, 8e-3)  # of --recipes; more until the best is not at an end
     seeds: tuple[int, ...] = (0, 1, 2)  # of --recipes: the first for all, the others for the best learning rate
-    recipe_steps: int = 300  # of 2,048 tokens
+    recipe_steps: int = 200  # of 1,024 tokens
 
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = what training would pick here
@@ -110,15 +111,22 @@ def build(hf: bool, own_loss: bool, T: int, pad_vocab_to: int, size: dict[str, i
     return model
 
 
-def training(world, B, T, size, dtype, tf32, compile, flash, pad_vocab_to, fused, own_loss, recompute, hf=False) -> Callable:
+def training(
+    world, B, T, size, dtype, tf32, compile, flash, pad_vocab_to, fused, own_loss, recompute, hf=False, optimizer="adamw"
+) -> Callable:
     """The real train_step on made-up tokens -> its loss, and the seconds that it waited for the loader."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     # AOTAutograd's cache does not know which attention a graph was traced with: it would hand the plain rung the fused kernel.
     functorch_config.enable_autograd_cache = flash
+    if flash:
+        newest_flash_attention(world.device)
     raw = build(hf, own_loss, T, pad_vocab_to, size).to(world.device)
     model = world.wrap(compiled(raw, recompute) if compile else raw)
-    groups = decay_groups(list(raw.parameters()), weight_decay=0.1)  # as configure_optimizers
-    optimizers = [torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=fused or None)]  # None: PyTorch's default
+    if optimizer == "muon":
+        optimizers = raw.configure_optimizers(muon=True)
+    else:
+        groups = decay_groups(list(raw.parameters()), weight_decay=0.1)  # as configure_optimizers, for any model
+        optimizers = [torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=fused or None)]  # None: PyTorch's default
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     loader = MadeUpTokens(B, T, world)
 
@@ -178,7 +186,7 @@ class Machine:
         c = self.config
         options = dict(B=c.batch_size, T=c.sequence_length, size=self.size, dtype=self.dtype, tf32="tf32" in self.peaks)
         options |= dict(compile=not self.why_not_compile, flash=True, pad_vocab_to=128, own_loss=True)
-        options |= dict(fused=self.device.type in ("cuda", "cpu"), recompute=False) | changes
+        options |= dict(fused=self.device.type in ("cuda", "cpu"), recompute=self.device.type == "cpu") | changes
         with torch.device("meta"):
             flops = GPT(GPTConfig(**self.size)).flops_per_token(options["T"])
         half = torch.float16 if "float16" in self.peaks else torch.bfloat16
@@ -210,7 +218,7 @@ def look_around(config: BenchConfig) -> Machine:
 
 def ladder(m: Machine) -> Iterator[dict]:
     """Each technique on top of those before it, from a plain float32 step to what training does here. bfloat16 on
-    a CPU that is slower at it, and recomputed activations, are measured, and the next ones do not build on them."""
+    a CPU that is slower at it, and recomputed activations on a GPU, are measured, and the next ones do not build on them."""
     B, half = m.config.batch_size, m.dtype if m.dtype != torch.float32 else torch.bfloat16
     more = B * (2 if m.device.type == "cpu" else 4)
     techniques = {
@@ -269,6 +277,16 @@ def against(m: Machine) -> Iterator[dict]:
     yield from m.measure([*sides[: 1 if m.why_not_compile else 2], m.step("this repository")])
 
 
+def optimizers(m: Machine) -> Iterator[dict]:
+    """AdamW and Muon after one micro-batch, and what Muon's own work is of a step of 0.5M tokens."""
+    adamw, muon = rows = [*m.measure([m.step("AdamW"), m.step("Muon", optimizer="muon")])]
+    yield from rows
+    if "ms" in adamw and "ms" in muon:
+        more, micro_steps = muon["ms"] - adamw["ms"], 524288 / (m.config.batch_size * m.config.sequence_length)
+        part = more / (adamw["ms"] * micro_steps)
+        m.notes.append(f"Muon takes {more:,.0f} ms more, once a step: {part:.1%} of a step of 524,288 tokens on this device")
+
+
 def attend(m: Machine) -> Iterator[dict]:
     """Attention by sequence length: the classic speed-up is 7.6 on a T4."""
     m.notes.append(f"4 sequences, {m.size['n_head']} heads, {m.dtype}, forward and backward")
@@ -286,8 +304,8 @@ def recipes(m: Machine) -> Iterator[dict]:
     yield from sweep_recipes(m, found.get("recipes", dict(rows=[]))["rows"])
 
 
-BENCHMARKS = dict(ladder=ladder, sweep=sweep, scaling=scaling, against=against, attention=attend)
-BENCHMARKS |= dict(generate=generate, hellaswag=score, data=prepare, recipes=recipes)
+BENCHMARKS = dict(ladder=ladder, sweep=sweep, scaling=scaling, against=against, optimizers=optimizers)
+BENCHMARKS |= dict(attention=attend, generate=generate, hellaswag=score, data=prepare, recipes=recipes)
 
 # -- results: table, JSON, plot ----------------------------------------------------------------------------------------
 

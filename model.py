@@ -9,6 +9,7 @@ import pickle
 import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._functorch import config as functorch_config
+from torch.nn import attention
 from torch.utils.checkpoint import checkpoint
 
 from tokenizer import EOT, VOCAB_SIZE, UserError, save_hf_tokenizer
@@ -598,15 +600,26 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for pattern, (*peaks, source) in PEAKS.items():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
                 return 1e12 * peaks[int(tf32) if dtype == torch.float32 else 2], source
-    n = 1024 if device.type == "cpu" else 4096
-    return 2 * n**3 / min(time_matmul(device, dtype, n) for _ in range(15)), f"measured here, matmuls of {n} × {n}"
+    n = 2048 if device.type == "cpu" else 4096  # smaller ones are slower
+    return 2 * n**3 / min(time_matmul(device, dtype, n) for _ in range(8)), f"measured here, matmuls of {n} × {n}"
 
 
 def compiled(model: nn.Module, recompute: bool) -> nn.Module:
     """torch.compile for training. recompute: the backward pass computes again what takes no matmul (GELU, layer norms, casts of
-    the weights) instead of keeping it: half of the activations. The budget is a part of what would be kept without one."""
-    functorch_config.activation_memory_budget = 0.8 if recompute else 1.0
+    the weights) instead of keeping it, a quarter of a step's memory."""
+    functorch_config.aggressive_recomputation = recompute
     return torch.compile(model, dynamic=False)
+
+
+def newest_flash_attention(device: torch.device) -> str:
+    """Has SDPA use the FlashAttention made for Hopper (3) or Blackwell (4) where its package is installed -> which, or ""."""
+    made_for = {9: "FA3", 10: "FA4"}
+    newest = made_for.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
+    if newest and hasattr(attention, "activate_flash_attention_impl"):  # PyTorch 2.11
+        with suppress(ImportError, RuntimeError):  # not installed, or without these kernels: SDPA chooses among its own
+            attention.activate_flash_attention_impl(newest)
+            return newest
+    return ""
 
 
 def autocast(device: torch.device, dtype: torch.dtype):

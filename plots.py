@@ -292,7 +292,7 @@ def best_recipes(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
     """(scale, optimizer): its runs with the learning rate that is best by the seed that all rates share, which comes first."""
     best = {}
     for row in rows:
-        if "error" not in row:
+        if "val_loss" in row:
             best.setdefault((row["scale"], row["optimizer"]), []).append(row)
     for key, tried in best.items():
         rate = min((row for row in tried if row["seed"] == tried[0]["seed"]), key=lambda row: row["val_loss"])["learning_rate"]
@@ -300,16 +300,24 @@ def best_recipes(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
     return best
 
 
+def recipe_speeds(rows: list[dict]) -> dict[tuple[str, str], float]:
+    """(scale, optimizer): tokens a second, as both were measured side by side."""
+    return {(row["scale"], row["optimizer"]): row["median"] for row in rows if "median" in row}
+
+
 def draw_recipes(figure, rows: list[dict]) -> None:
     """Validation loss by tokens and by time, a column for each scale: all seeds of the best learning rates."""
-    scales = list(dict.fromkeys(row["scale"] for row in rows))
+    scales, speeds = list(dict.fromkeys(row["scale"] for row in rows)), recipe_speeds(rows)
     axes = figure.subplots(2, len(scales), squeeze=False)
     for (scale, optimizer), runs in best_recipes(rows).items():
-        for axis, along in zip(axes[:, scales.index(scale)], ("tokens", "seconds"), strict=True):
+        color = {"adamw": BLUE, "muon": RED}[optimizer]
+        units = {"tokens": 1, "seconds": speeds.get((scale, optimizer), math.nan)}  # nan: not measured yet
+        for axis, (along, unit) in zip(axes[:, scales.index(scale)], units.items(), strict=True):
             for i, run in enumerate(runs):
                 label = f"{optimizer}, {run['learning_rate']:g}" if i == 0 else None
-                color = {"adamw": BLUE, "muon": RED}[optimizer]
-                axis.plot(run[along][1:], run["losses"][1:], color=color, alpha=0.8, linewidth=1.2, label=label)
+                axis.plot(
+                    np.array(run["tokens"][1:]) / unit, run["losses"][1:], color=color, alpha=0.8, linewidth=1.2, label=label
+                )
             axis.set(xlabel=along, ylabel="validation loss", title=f"{scale} parameters")
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.locator_params(axis="x", nbins=5)

@@ -32,7 +32,7 @@ import hellaswag
 import plots
 import sample
 from distributed import World, device_name
-from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, compiled, peak_flops, pick_dtype
+from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, compiled, newest_flash_attention, peak_flops, pick_dtype
 from tokenizer import UserError, run_script
 
 
@@ -547,8 +547,10 @@ class Run:
         world.place(self.raw, self.dtype)
         why_eager = compiler_works(device) if config.compile else "as asked"
         how = f"eager: {why_eager}" if why_eager else "compiled"
-        self.log.say(f"device: {device}, {self.dtype} ({reason}), {how}".replace("torch.", ""))
-        model = self.raw if why_eager else compiled(self.raw, recompute=False)
+        flash = "" if config.deterministic else newest_flash_attention(device)
+        kernels = f"{how}, {flash}" if flash else how
+        self.log.say(f"device: {device}, {self.dtype} ({reason}), {kernels}".replace("torch.", ""))
+        model = self.raw if why_eager else compiled(self.raw, recompute=device.type == "cpu")  # where it costs nothing
 
         sequences = config.total_batch_size // T // world.size  # of one update, on each process
         self.batch_size = config.batch_size or (state["batch_size"] if state else 0)

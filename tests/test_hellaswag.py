@@ -162,6 +162,7 @@ def test_losses_and_predictions_equal_the_plain_reference(make):
 
 
 @pytest.mark.torture
+@pytest.mark.timeout(3600)
 @pytest.mark.skipif(not REAL.exists(), reason="needs the 1,000 real examples")
 @pytest.mark.parametrize("make", [trained_model, lambda: (torch.manual_seed(0), GPT(GPTConfig()))[1]])
 def test_all_real_examples_equal_the_plain_reference(make):

@@ -8,7 +8,17 @@ import torch.nn.functional as F
 from conftest import random_model
 
 import model
-from model import GPT, SIZES, GPTConfig, LinearCrossEntropy, autocast, decay_groups, peak_flops, pick_dtype
+from model import (
+    GPT,
+    SIZES,
+    GPTConfig,
+    LinearCrossEntropy,
+    autocast,
+    decay_groups,
+    newest_flash_attention,
+    peak_flops,
+    pick_dtype,
+)
 from tokenizer import UserError
 
 transformers = pytest.importorskip("transformers")
@@ -212,3 +222,12 @@ def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul
         assert tuple(flops for flops, _ in peaks) == expected and all("NVIDIA" in source for _, source in peaks)
     else:
         assert all(flops == 2 * 4096**3 and "measured here" in source for flops, source in peaks)
+
+
+@pytest.mark.parametrize("major, newest", [(8, ""), (9, "FA3"), (10, "FA4")])
+def test_the_flash_attention_of_a_gpu_is_used_where_its_package_is_installed(monkeypatch, major, newest):
+    activated, gpu = [], torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (major, 0))
+    assert newest_flash_attention(gpu) == newest_flash_attention(torch.device("cpu")) == ""  # it is not installed here
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    assert newest_flash_attention(gpu) == newest and activated == [newest] * (newest != "")
