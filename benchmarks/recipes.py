@@ -59,7 +59,7 @@ def train_recipe(c, name: str, **values) -> dict:
     log_dir = Path(f"{c.out}_{name.replace(' ', '_')}")
     values |= dict(data_dir=c.data_dir, log_dir=log_dir, device=c.device, dtype=c.dtype)
     values |= dict(sequence_length=T, batch_size=TOKENS // T, total_batch_size=TOKENS, max_steps=c.recipe_steps)
-    values |= dict(warmup_steps=c.recipe_steps // 10, val_every=max(1, c.recipe_steps // 20), val_tokens=8192)
+    values |= dict(warmup_steps=c.recipe_steps // 10, val_every=max(1, c.recipe_steps // 10), val_tokens=8192)
     values |= dict(hellaswag_every=0, sample_every=0, checkpoint_every=0)
     flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
     script = Path(__file__).parent.parent / "train_gpt2.py"
