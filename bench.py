@@ -63,7 +63,7 @@ class BenchConfig:
     hellaswag_path: str = ""  # a jsonl file for --hellaswag; empty = download it
     examples: int = 48  # of HellaSwag, drawn at random: the first ones of the file are short
     megabytes: int = 50  # of text for --data
-    data_dir: str = "data/stdlib"  # shards for --recipes; what OUT.json has already is not trained again
+    data_dir: str = "data/stdlib"  # shards for --recipes; a run that is complete beside OUT.json is not trained again
     scales: tuple[str, ...] = tuple(SCALES)  # of --recipes: parameters outside the embedding
     learning_rates: tuple[float, ...] = (4e-3, 8e-3)  # of --recipes; more until the best is not at an end
     seeds: tuple[int, ...] = (0, 1, 2)  # of --recipes: the first for all, the others for the best learning rate
@@ -188,7 +188,7 @@ class Machine:
         options |= dict(compile=not self.why_not_compile, flash=True, pad_vocab_to=128, own_loss=True)
         options |= dict(fused=self.device.type in ("cuda", "cpu"), recompute=self.device.type == "cpu") | changes
         with torch.device("meta"):
-            flops = GPT(GPTConfig(**self.size)).flops_per_token(options["T"])
+            flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
         half = torch.float16 if "float16" in self.peaks else torch.bfloat16
         peaks = {"MFU": self.peak(options["dtype"], options["tf32"]), "MFU bf16": self.peak(half)}
         devices = processes if self.device.type == "cuda" else 1
@@ -297,21 +297,14 @@ def attend(m: Machine) -> Iterator[dict]:
         yield from (row | dict(way=way, T=T) for row, way in zip(rows, ways, strict=True))
 
 
-def recipes(m: Machine) -> Iterator[dict]:
-    """AdamW against Muon, as far as OUT.json does not have them yet."""
-    path = Path(f"{m.config.out}.json")
-    found = read_result(path)["benchmarks"] if path.exists() else {}
-    yield from sweep_recipes(m, found.get("recipes", dict(rows=[]))["rows"])
-
-
 BENCHMARKS = dict(ladder=ladder, sweep=sweep, scaling=scaling, against=against, optimizers=optimizers)
-BENCHMARKS |= dict(attention=attend, generate=generate, hellaswag=score, data=prepare, recipes=recipes)
+BENCHMARKS |= dict(attention=attend, generate=generate, hellaswag=score, data=prepare, recipes=sweep_recipes)
 
 # -- results: table, JSON, plot ----------------------------------------------------------------------------------------
 
 COLUMNS = {  # of a table, where a row has them: heading and format
     **dict(machine=("machine", ""), name=("", ""), median=("", ",.1f"), ms=("ms", ",.1f")),
-    **dict(speedup=("× base", ".2f"), total=("× first", ".2f")),
+    **dict(beside=("base beside it", ",.1f"), speedup=("× base", ".2f"), total=("× first", ".2f")),
     **{column: (column, ".1%") for column in ("MFU", "MFU bf16", "of limit", "loader")},
     **dict(memory_gb=("peak GB", ".2f"), start_s=("start s", ".1f"), loss=("first loss", ".4f"), right=("right", ".0f")),
     **dict(val_loss=("validation loss", ".4f"), error=("failed", "")),
@@ -342,7 +335,7 @@ def describe(result: dict) -> str:
         "MFU: of the peak of the row's own precision; MFU bf16: of bfloat16's (float16's where there is no bfloat16)",
         "× base: times as fast as the row it builds on, in turns side by side; × first: as the first row, a product of those",
         "loader: the part of a step that waits for data; start: from a new process to the end of its first run, compiled",
-        "first loss: of the same weights and tokens in every row",
+        "first loss: rows of one model and one micro-batch begin with the same weights and tokens",
     ]
     return "\n".join(lines)
 

@@ -380,7 +380,9 @@ class GPT(nn.Module):
             dtype="float32",
         )
         (directory / "config.json").write_text(json.dumps(config, indent=2))
-        (directory / "generation_config.json").write_text(json.dumps(dict(bos_token_id=EOT, eos_token_id=EOT), indent=2))
+        length = min(256, c.block_size // 2)  # transformers' pipeline asks for 256 of any model, and cannot slide the window
+        generation = dict(bos_token_id=EOT, eos_token_id=EOT, max_new_tokens=length)
+        (directory / "generation_config.json").write_text(json.dumps(generation, indent=2))
         save_hf_tokenizer(directory, c.block_size)
         (directory / "README.md").write_text(model_card(self.num_params(), card or {}), encoding="utf-8")
 
@@ -605,9 +607,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def compiled(model: nn.Module, recompute: bool) -> nn.Module:
-    """torch.compile for training. recompute: the backward pass computes again what takes no matmul (GELU, layer norms, casts of
-    the weights) instead of keeping it, a quarter of a step's memory."""
-    functorch_config.aggressive_recomputation = recompute
+    """torch.compile for training. recompute: the backward pass computes again what takes neither matmul nor attention (GELU,
+    layer norms, casts of the weights) instead of keeping it, even where the compiler finds keeping it faster. It is one setting
+    for all models of the process, read when a model first runs."""
+    functorch_config.ban_recompute_used_far_apart = not recompute
+    functorch_config.ban_recompute_long_fusible_chains = not recompute
+    functorch_config.ban_recompute_materialized_backward = not recompute
     return torch.compile(model, dynamic=False)
 
 
@@ -616,7 +621,7 @@ def newest_flash_attention(device: torch.device) -> str:
     made_for = {9: "FA3", 10: "FA4"}
     newest = made_for.get(torch.cuda.get_device_capability(device)[0]) if device.type == "cuda" else None
     if newest and hasattr(attention, "activate_flash_attention_impl"):  # PyTorch 2.11
-        with suppress(ImportError, RuntimeError):  # not installed, or without these kernels: SDPA chooses among its own
+        with suppress(ImportError, OSError, RuntimeError, ValueError):  # not installed or not fitting: SDPA has its own
             attention.activate_flash_attention_impl(newest)
             return newest
     return ""

@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -244,13 +245,16 @@ def runs_out_of_memory(model, raw: GPT, B: int, T: int, world: World, dtype: tor
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a GPU has left, or that this machine can give without swapping; 4 GB where the system does not say."""
+    """Bytes that a GPU has left, or that this machine or container can give without swapping; 4 GB where nobody says."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        return 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
-    except OSError:
-        return 4 * 2**30
+    free, cgroup = 4 * 2**30, Path("/sys/fs/cgroup")
+    with suppress(OSError, TypeError):
+        free = 1024 * int(re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())[1])
+    with suppress(OSError, TypeError, ValueError):  # a container's limit, unless it is "max"; the files it has read can go
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        free = min(free, limit - used + int(re.search(r"inactive_file (\d+)", (cgroup / "memory.stat").read_text())[1]))
+    return free
 
 
 class Interrupted(Exception):
@@ -550,7 +554,7 @@ class Run:
         flash = "" if config.deterministic else newest_flash_attention(device)
         kernels = f"{how}, {flash}" if flash else how
         self.log.say(f"device: {device}, {self.dtype} ({reason}), {kernels}".replace("torch.", ""))
-        model = self.raw if why_eager else compiled(self.raw, recompute=device.type == "cpu")  # where it costs nothing
+        model = self.raw if why_eager else compiled(self.raw, recompute=device.type == "cpu")
 
         sequences = config.total_batch_size // T // world.size  # of one update, on each process
         self.batch_size = config.batch_size or (state["batch_size"] if state else 0)
@@ -703,7 +707,7 @@ def train(config: TrainConfig, world: World) -> None:
     run = Run(config, world)
     try:
         loop(run)
-        took, memory = duration(run.wall()), peak_memory(world.device) / 2**30
+        took, memory = duration(run.wall()), peak_memory(world.device) / 1e9
         run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory:.2f} GB")
     except Interrupted:
         if run.step == 0:
@@ -712,9 +716,10 @@ def train(config: TrainConfig, world: World) -> None:
         path = path if path == run.last_saved else save(run)
         run.log.say(f"interrupted: {path} is saved; go on with: {command_to_resume()}")
     except torch.OutOfMemoryError:
-        less = f"--batch-size {run.batch_size // 2}" if run.batch_size > 1 else "--activation-checkpointing"
+        less = "--activation-checkpointing" if not config.activation_checkpointing else "--sharding fsdp, on several GPUs"
+        less = f"--batch-size {run.batch_size // 2}" if run.batch_size > 1 else less
         raise UserError(
-            f"out of GPU memory with micro-batches of {run.batch_size}: add {less}, the run stays the same"
+            f"out of GPU memory with micro-batches of {run.batch_size}: add {less}; the run stays the same"
         ) from None
     finally:
         run.log.close()
@@ -766,12 +771,30 @@ def loop(run: Run) -> None:
 def explain_nan(run: Run, loss: float, norm: float) -> str:
     """What to know and to do about a loss that is not a number."""
     last = run.cursor + run.config.total_batch_size // run.config.sequence_length - 1
-    find = "import runpy, torch; torch.autograd.set_detect_anomaly(True); runpy.run_path('train_gpt2.py', run_name='__main__')"
+    find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
     return (
         f"step {run.step}: the loss is {loss} and the gradient norm {norm}, on sequences {run.cursor} to {last}; "
-        f'last good checkpoint: {run.last_saved or "none yet"}. To find the operation: python -c "{find}" '
+        f"last good checkpoint: {run.last_saved or 'none yet'}. To find the operation: {find} "
         f"{shlex.join(sys.argv[1:])} --no-compile --resume auto. To go on: a lower --learning-rate, or --dtype float32."
     )
+
+
+def find_nan() -> None:
+    """The rerun that explain_nan proposes: it ends at the first module, or operation of the backward pass, that makes a nan."""
+    names = {}
+
+    def before(module, _inputs) -> None:
+        if isinstance(module, GPT):
+            names.update({part: name for name, part in module.named_modules()})
+
+    def after(module, _inputs, output) -> None:
+        if isinstance(output, torch.Tensor) and not output.isfinite().all():
+            raise UserError(f"the first output that is not finite is that of {names[module]}, {module}")
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before)
+    torch.nn.modules.module.register_module_forward_hook(after)
+    torch.autograd.set_detect_anomaly(True)
+    run_script(main)
 
 
 def command(*more: str) -> str:

@@ -20,57 +20,68 @@ SCALES = {  # millions of parameters outside the embedding; heads of 32
 TOKENS, T = 1024, 256  # of a step, of a sequence
 
 
-def sweep_recipes(m, rows: list[dict]) -> Iterator[dict]:
-    """Yields the rows of an earlier run, then those that it lacks. For each scale and optimizer: the learning rates asked for,
-    more of them until the best is not at an end, and other seeds of the best. Then a step of both, side by side."""
-    yield from rows
-    c, rows = m.config, [*rows]
+def sweep_recipes(m) -> Iterator[dict]:
+    """For each scale and optimizer: the learning rates asked for, more of them until the best is not at an end, and other seeds
+    of the best. Then a step of both optimizers, side by side."""
+    c, rows = m.config, []
 
     def train(scale: str, optimizer: str, rate: float, seed: int) -> Iterator[dict]:
         name = f"{scale} {optimizer} {rate:g} seed {seed}"
-        if name not in {row["name"] for row in rows}:
-            print(name, file=sys.stderr)
-            recipe = dict(optimizer=optimizer, learning_rate=rate, seed=seed)
-            rows.append(dict(name=name, scale=scale, **recipe) | train_recipe(c, name, **recipe, **SCALES[scale]))
-            yield rows[-1]
+        print(name, file=sys.stderr)
+        recipe = dict(optimizer=optimizer, learning_rate=rate, seed=seed)
+        rows.append(dict(name=name, scale=scale, **recipe) | train_recipe(c, name, **recipe, **SCALES[scale]))
+        yield rows[-1]
 
     for scale in c.scales:
         for optimizer in ("adamw", "muon"):
-            missing = c.learning_rates
+            tried, missing = [], list(c.learning_rates)
             while missing:
                 for rate in missing:
                     yield from train(scale, optimizer, rate, c.seeds[0])
-                tried = [row["learning_rate"] for row in rows if (row["scale"], row["optimizer"]) == (scale, optimizer)]
-                best = plots.best_recipes(rows)[scale, optimizer][0]["learning_rate"]
+                tried += missing
+                if (scale, optimizer) not in (best_of := plots.best_recipes(rows)):
+                    raise UserError(
+                        f"{scale}, {optimizer}: no learning rate of {tried} gave a loss that is a number, try lower"
+                    )
+                best = best_of[scale, optimizer][0]["learning_rate"]
                 missing = [best / 2] * (best == min(tried)) + [best * 2] * (best == max(tried))
             for seed in c.seeds[1:]:
                 yield from train(scale, optimizer, best, seed)
-        steps = {f"{scale} {optimizer}, a step": optimizer for optimizer in ("adamw", "muon")}
-        if not {row["name"] for row in rows} >= set(steps):
-            sizes = dict(size=SCALES[scale], B=TOKENS // T, T=T)
-            timed = m.measure(m.step(name, **sizes, optimizer=optimizer) for name, optimizer in steps.items())
-            rows += (row | dict(scale=scale, optimizer=steps[row["name"]]) for row in timed)
-            yield from rows[-2:]
+        sizes = dict(size=SCALES[scale], B=TOKENS // T, T=T)
+        optimizers = ("adamw", "muon")
+        steps = m.measure(m.step(f"{scale} {optimizer}, a step", **sizes, optimizer=optimizer) for optimizer in optimizers)
+        rows += (row | dict(scale=scale, optimizer=optimizer) for row, optimizer in zip(steps, optimizers, strict=True))
+        yield from rows[-2:]
         m.notes.append(f"{scale}: to AdamW's final loss Muon needs {compare_recipes(rows, scale)}")
 
 
 def train_recipe(c, name: str, **values) -> dict:
-    """A run of train_gpt2.py: its validation losses, and the tokens of training before each."""
+    """A run of train_gpt2.py, unless it is there already: its validation losses, and the tokens of training before each."""
     log_dir = Path(f"{c.out}_{name.replace(' ', '_')}")
-    values |= dict(data_dir=c.data_dir, log_dir=log_dir, device=c.device, dtype=c.dtype)
+    values |= dict(data_dir=c.data_dir, device=c.device, dtype=c.dtype)
     values |= dict(sequence_length=T, batch_size=TOKENS // T, total_batch_size=TOKENS, max_steps=c.recipe_steps)
     values |= dict(warmup_steps=c.recipe_steps // 10, val_every=max(1, c.recipe_steps // 10), val_tokens=8192)
-    values |= dict(hellaswag_every=0, sample_every=0, checkpoint_every=0)
-    flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items()]
-    script = Path(__file__).parent.parent / "train_gpt2.py"
-    command = [sys.executable, str(script), *flags, "--overwrite", "--compile" if c.compile else "--no-compile"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode and "the loss is" in done.stderr:  # not a number: this learning rate is too high
-        return dict(error="diverged")
-    if done.returncode:
-        raise UserError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+    values |= dict(hellaswag_every=0, sample_every=0, checkpoint_every=0, compile=c.compile)
+    if not is_complete(log_dir, values):
+        flags = [f"--{key.replace('_', '-')}={value}" for key, value in values.items() if key != "compile"]
+        flags += [f"--log-dir={log_dir}", "--overwrite", "--compile" if c.compile else "--no-compile"]
+        command = [sys.executable, str(Path(__file__).parent.parent / "train_gpt2.py"), *flags]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode and "the loss is" in done.stderr:  # not a number: this learning rate is too high
+            return dict(error="diverged")
+        if done.returncode:
+            raise UserError(f"{shlex.join(command)} failed: {done.stderr.strip()}")
     steps, losses = plots.read_run(log_dir).streams["val"]
     return dict(val_loss=losses[-1], losses=losses, tokens=[TOKENS * step for step in steps])
+
+
+def is_complete(log_dir: Path, values: dict) -> bool:
+    """Whether log_dir holds a whole run of this configuration."""
+    if not (log_dir / "metrics.jsonl").exists():
+        return False
+    run = plots.read_run(log_dir)
+    last, _ = run.streams.get("val", ([0], []))
+    return last[-1] == values["max_steps"] and values.items() <= run.config.items()
 
 
 def compare_recipes(rows: list[dict], scale: str) -> str:
@@ -79,9 +90,9 @@ def compare_recipes(rows: list[dict], scale: str) -> str:
     for adamw, muon in zip(best[scale, "adamw"], best[scale, "muon"], strict=False):
         lowest = np.minimum.accumulate(muon["losses"])[::-1]  # straight lines between evaluations; nan: never reached
         parts.append(np.interp(adamw["val_loss"], lowest, muon["tokens"][::-1], left=math.nan) / adamw["tokens"][-1])
-    slower = speeds[scale, "adamw"] / speeds[scale, "muon"]
+    slower = speeds.get((scale, "adamw"), math.nan) / speeds.get((scale, "muon"), math.nan)
     words = (
-        f"{k * np.mean(parts):.2f} of its {axis} ({k * min(parts):.2f} to {k * max(parts):.2f})"
+        f"{k * np.mean(parts):.2f} of its {axis} ({k * np.min(parts):.2f} to {k * np.max(parts):.2f})"
         for axis, k in {"tokens": 1, "time": slower}.items()
     )
     return f"{' and '.join(words)}, {len(parts)} seed(s)"

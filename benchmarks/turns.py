@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from distributed import World
+from model import first_line
 from train_gpt2 import peak_memory
 
 
@@ -112,11 +113,12 @@ def measure(sides: list[Side], device: torch.device, rounds: int, least: float) 
                 turns[j].append(workers[j].turn(least))
             row, base = summarize(side, turns[i]), rows[side.base] if side.base != i else None
             if base:
-                row["speedup"] = row["median"] / summarize(sides[side.base], turns[side.base])["median"]
+                row["beside"] = summarize(sides[side.base], turns[side.base])["median"]
+                row["speedup"] = row["median"] / row["beside"]
             row["total"] = row["speedup"] * base["total"] if base else 1.0
             rows.append(first["returned"] | row | dict(start_s=started, options=side.options))
         except (RuntimeError, MemoryError) as error:  # out of memory, or killed for it
-            rows.append(dict(name=side.name, error=f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+            rows.append(dict(name=side.name, error=f"{type(error).__name__}: {first_line(error)}"))
             for j, later in enumerate(sides[i + 1 :], i + 1):
                 later.base = later.base if later.base != i else side.base if side.base != i else j
         yield rows[-1]

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,8 +92,14 @@ def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_pla
         torch.manual_seed(0)
         model = bench.build(False, not plain, 16, 128, dict(n_layer=2, n_head=2, n_embd=16))
         x = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
-        loss = (model if plain else compiled(model, recompute=True))(x[:, :-1], x[:, 1:])[1]
-        loss.backward()
+        step = model if plain else compiled(model, recompute=True)
+        step(x[:, :-1], x[:, 1:])[1].backward()  # compiles it
+        model.zero_grad()
+        with torch.profiler.profile() as profile:
+            loss = step(x[:, :-1], x[:, 1:])[1]
+            loss.backward()
+        [attention] = [e.count for e in profile.key_averages() if e.key == "aten::_scaled_dot_product_flash_attention_for_cpu"]
+        assert attention == 2, "one for each layer in the forward pass, and none in the backward pass"
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
     (loss, gradients), (plain_loss, plain_gradients) = loss_and_gradients(False), loss_and_gradients(True)
@@ -183,26 +190,32 @@ def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
     return dict(val_loss=last, losses=losses, tokens=[0, 1, 2, 3, 4])
 
 
-def test_recipes_are_swept_until_the_best_is_inside_and_never_trained_twice(monkeypatch):
+def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     trained = []
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: trained.append(name) or fake_recipe(c, name, **v))
     m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
     speeds = {"adamw": 1000, "muon": 800}
     monkeypatch.setattr(m, "measure", lambda sides: [dict(name=s.name, median=speeds[s.options["optimizer"]]) for s in sides])
-    rows = list(recipes.sweep_recipes(m, []))
+    rows = list(recipes.sweep_recipes(m))
     assert trained[:4] == ["1M adamw 0.002 seed 0", "1M adamw 0.004 seed 0", "1M adamw 0.008 seed 0", "1M adamw 0.004 seed 1"]
     assert trained[-2:] == ["1M muon 0.032 seed 0", "1M muon 0.016 seed 1"]
     (note,) = m.notes
     assert "0.50 of its tokens (0.50 to 0.50) and 0.62 of its time" in note and "2 seed(s)" in note
-    count = len(trained)
-    assert list(recipes.sweep_recipes(m, rows[:3])) == rows and trained[count:] == trained[3:count]
+    assert [row["name"] for row in rows] == [*trained[:4], *trained[4:], "1M adamw, a step", "1M muon, a step"]
+    monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: dict(error="diverged"))
+    with pytest.raises(UserError, match=r"no learning rate of \[0\.002, 0\.004\] gave a loss"):
+        list(recipes.sweep_recipes(m))
 
 
-def test_a_recipe_is_a_run_of_training(shards, tmp_path):
+def test_a_recipe_is_a_run_of_training_and_never_trained_twice(shards, tmp_path, monkeypatch):
     config = BenchConfig(data_dir=str(shards), recipe_steps=2, compile=False, dtype="float32", out=str(tmp_path / "out"))
     recipe = dict(optimizer="muon", learning_rate=1e-3, seed=0, **SIZE)
     row = recipes.train_recipe(config, "tiny muon", **recipe)
     assert row["tokens"] == [0, 1024, 2048] and len(row["losses"]) == 3 and row["val_loss"] == row["losses"][-1] < 10.9
+    monkeypatch.setattr(recipes.subprocess, "run", lambda command, **_: SimpleNamespace(returncode=1, stderr="trained again"))
+    assert recipes.train_recipe(config, "tiny muon", **recipe) == row
+    with pytest.raises(UserError, match="trained again"):  # another recipe under the same name is another run
+        recipes.train_recipe(config, "tiny muon", **recipe | dict(seed=1))
 
 
 def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):

@@ -241,7 +241,9 @@ OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE
 
 def test_a_checkpoint_of_training_runs_in_transformers_pipeline_offline(checkpoint):
     code = f"""from transformers import pipeline
-print(pipeline("text-generation", model={str(checkpoint)!r})("Hello", do_sample=False, max_new_tokens=5))"""
+generate = pipeline("text-generation", model={str(checkpoint)!r})
+generate("Hello")  # as many tokens as fit into the window
+print(generate("Hello", do_sample=False, max_new_tokens=5))"""
     done = subprocess.run([sys.executable, "-c", code], env=environment(**OFFLINE), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     idx = torch.tensor([get_tokenizer().encode_ordinary("Hello")])
