@@ -28,6 +28,7 @@ from train_gpt2 import (
     check,
     command_to_resume,
     fit_batch_size,
+    free_memory,
     learning_rate,
     parse_command_line,
     runs_out_of_memory,
@@ -299,6 +300,19 @@ def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypat
     monkeypatch.setattr("train_gpt2.free_memory", lambda device: free + 24 * tiny.num_params())  # gradients and moments, twice
     config = TrainConfig(sequence_length=32, total_batch_size=64 * 32)
     assert fit_batch_size(tiny, tiny, config, World("cpu"), torch.float32) == B  # 32 · 4 · 18 · 2 · 32 bytes a sequence
+
+
+@pytest.mark.parametrize("limit, free", [("max", 8000 * 1024), ("5000000", 5000000 - 2000000 + 500000), (None, 8000 * 1024)])
+def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, free):
+    files = {"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
+    if limit:
+        files |= {"sys/fs/cgroup/memory.max": limit, "sys/fs/cgroup/memory.current": "2000000"}
+        files |= {"sys/fs/cgroup/memory.stat": "anon 1\ninactive_file 500000\n"}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("train_gpt2.Path", lambda path: tmp_path / path.removeprefix("/"))
+    assert free_memory(torch.device("cpu")) == free
 
 
 @pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
