@@ -41,7 +41,7 @@ from tokenizer import UserError, run_script
 class TrainConfig:
     """Train a GPT-2. Without a flag: the reproduction of the 124M model. A part with `every` 0 is off."""
 
-    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "quickstart"] = "gpt2"
+    preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "gpt2-muon", "quickstart"] = "gpt2"
     """a complete set of the values below, which any flag overrides"""
 
     # where things are
@@ -117,6 +117,8 @@ PRESETS = {
         warmup_steps=358,  # 375M tokens
     ),
     "gpt3-125m": TrainConfig(preset="gpt3-125m", sequence_length=2048),
+    # fewer tokens to the same loss; AdamW's learning rate, as both have the same best one in benchmarks/recipes
+    "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
     # about three minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
         preset="quickstart",
