@@ -279,7 +279,8 @@ def against(m: Machine) -> Iterator[dict]:
 
 def optimizers(m: Machine) -> Iterator[dict]:
     """AdamW and Muon after one micro-batch, and what Muon's own work is of a step of 0.5M tokens."""
-    adamw, muon = rows = [*m.measure([m.step("AdamW"), m.step("Muon", optimizer="muon")])]
+    every = f"an update every {m.config.batch_size * m.config.sequence_length:,} tokens"
+    adamw, muon = rows = [*m.measure([m.step(f"{every}: AdamW"), m.step(f"{every}: Muon", optimizer="muon")])]
     yield from rows
     if "ms" in adamw and "ms" in muon:
         more, micro_steps = muon["ms"] - adamw["ms"], 524288 / (m.config.batch_size * m.config.sequence_length)

@@ -166,7 +166,9 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
     assert len(generated) == 6 and len(scored) == 2 and [row["T"] for row in lengths] == [32, 32, 64, 64]
     assert all(row["of limit"] > 0 and row["total"] > 0 for row in generated + scored)
     assert scored[0]["right"] == scored[1]["right"]
-    assert [row["name"] for row in bench.optimizers(m)] == ["AdamW", "Muon"] and "of a step of 524,288 tokens" in m.notes[-1]
+    assert [row["name"][-5:] for row in bench.optimizers(m)] == ["AdamW", " Muon"] and "of a step of 524,288 tokens" in m.notes[
+        -1
+    ]
 
 
 def test_scoring_one_by_one_is_what_hellaswag_py_does():
