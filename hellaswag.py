@@ -351,9 +351,7 @@ def main() -> None:
     with World(config.device) as world:
         examples = load_examples("val", config.path, config.limit, world)
         model = GPT.from_pretrained(config.model).to(world.device)
-        dtype, _ = pick_dtype(world.device, config.dtype)
-        if config.dtype == "auto" and world.any(dtype == torch.float32):  # each has timed it for itself
-            dtype = torch.float32
+        dtype, _ = pick_dtype(world.device, config.dtype, world)
         start = time.perf_counter()
         result = evaluate(model, examples, world.device, world=world, dtype=dtype, progress=True)
         seconds, precision = time.perf_counter() - start, str(dtype).removeprefix("torch.")

@@ -538,8 +538,8 @@ def choose(logits, temperature=1.0, top_k: int | None = 50, top_p: float | None 
 # -- precision ---------------------------------------------------------------------------------------------------------
 
 
-def pick_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, str]:
-    """The dtype to autocast to on this device, and why. auto: the fastest that trains well."""
+def pick_dtype(device: torch.device, name: str = "auto", world=None) -> tuple[torch.dtype, str]:
+    """The dtype to autocast to on this device, and why. auto: the fastest that trains well, one for all of world."""
     if name != "auto":
         return getattr(torch, name), "as asked"
     if device.type == "cuda":
@@ -548,7 +548,8 @@ def pick_dtype(device: torch.device, name: str = "auto") -> tuple[torch.dtype, s
         return torch.float16, "this GPU has no bfloat16; the gradients are scaled"
     if device.type == "cpu":
         ratio = bfloat16_speed()
-        return (torch.bfloat16 if ratio > 1.5 else torch.float32), f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
+        slow = ratio <= 1.5 if world is None else world.any(ratio <= 1.5)  # each process has timed it for itself
+        return (torch.float32 if slow else torch.bfloat16), f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
     return (torch.bfloat16, "MPS has it") if device.type == "mps" else (torch.float32, "unknown device")
 
 

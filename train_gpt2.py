@@ -604,10 +604,7 @@ def choose_dtype(config: TrainConfig, world: World, state: dict | None) -> tuple
     """What to autocast to, the same on all processes and after a resume, and why."""
     if config.dtype == "auto" and state:
         return getattr(torch, state["dtype"]), "as before"
-    dtype, reason = pick_dtype(world.device, config.dtype)
-    if config.dtype == "auto" and world.any(dtype == torch.float32):
-        dtype = torch.float32
-    return dtype, reason
+    return pick_dtype(world.device, config.dtype, world)
 
 
 def print_setup(run: Run) -> None:

@@ -17,7 +17,8 @@ SCALES = {  # millions of parameters outside the embedding; heads of 32
     "3M": dict(n_layer=6, n_head=6, n_embd=192),
     "8M": dict(n_layer=10, n_head=8, n_embd=256),
 }
-TOKENS, T = 1024, 256  # of a step, of a sequence
+TOKENS, T = 2048, 256  # of a step, of a sequence
+OPTIMIZERS = ("adamw", "muon")
 
 
 def sweep_recipes(m) -> Iterator[dict]:
@@ -33,7 +34,7 @@ def sweep_recipes(m) -> Iterator[dict]:
         yield rows[-1]
 
     for scale in c.scales:
-        for optimizer in ("adamw", "muon"):
+        for optimizer in OPTIMIZERS:
             tried, missing = [], list(c.learning_rates)
             while missing:
                 for rate in missing:
@@ -48,9 +49,8 @@ def sweep_recipes(m) -> Iterator[dict]:
             for seed in c.seeds[1:]:
                 yield from train(scale, optimizer, best, seed)
         sizes = dict(size=SCALES[scale], B=TOKENS // T, T=T)
-        optimizers = ("adamw", "muon")
-        steps = m.measure(m.step(f"{scale} {optimizer}, a step", **sizes, optimizer=optimizer) for optimizer in optimizers)
-        rows += (row | dict(scale=scale, optimizer=optimizer) for row, optimizer in zip(steps, optimizers, strict=True))
+        steps = m.measure(m.step(f"{scale} {optimizer}, a step", **sizes, optimizer=optimizer) for optimizer in OPTIMIZERS)
+        rows += (row | dict(scale=scale, optimizer=optimizer) for row, optimizer in zip(steps, OPTIMIZERS, strict=True))
         yield from rows[-2:]
         m.notes.append(f"{scale}: to AdamW's final loss Muon needs {compare_recipes(rows, scale)}")
 

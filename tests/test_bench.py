@@ -32,6 +32,7 @@ class HereWorker:
     """A side in this process."""
 
     def __init__(self, side, device):
+        torch.manual_seed(0)
         turns.here.update(world=World(device.type), runs=1)
         self.run = side.make(turns.here["world"], **side.options)
 
@@ -166,9 +167,8 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
     assert len(generated) == 6 and len(scored) == 2 and [row["T"] for row in lengths] == [32, 32, 64, 64]
     assert all(row["of limit"] > 0 and row["total"] > 0 for row in generated + scored)
     assert scored[0]["right"] == scored[1]["right"]
-    assert [row["name"][-5:] for row in bench.optimizers(m)] == ["AdamW", " Muon"] and "of a step of 524,288 tokens" in m.notes[
-        -1
-    ]
+    assert [row["name"][-5:] for row in bench.optimizers(m)] == ["AdamW", " Muon"]
+    assert "of a step of 524,288 tokens" in m.notes[-1]
 
 
 def test_scoring_one_by_one_is_what_hellaswag_py_does():
@@ -203,7 +203,7 @@ def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     assert trained[-2:] == ["1M muon 0.032 seed 0", "1M muon 0.016 seed 1"]
     (note,) = m.notes
     assert "0.50 of its tokens (0.50 to 0.50) and 0.62 of its time" in note and "2 seed(s)" in note
-    assert [row["name"] for row in rows] == [*trained[:4], *trained[4:], "1M adamw, a step", "1M muon, a step"]
+    assert [row["name"] for row in rows] == [*trained, "1M adamw, a step", "1M muon, a step"]
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: dict(error="diverged"))
     with pytest.raises(UserError, match=r"no learning rate of \[0\.002, 0\.004\] gave a loss"):
         list(recipes.sweep_recipes(m))
@@ -213,7 +213,7 @@ def test_a_recipe_is_a_run_of_training_and_never_trained_twice(shards, tmp_path,
     config = BenchConfig(data_dir=str(shards), recipe_steps=2, compile=False, dtype="float32", out=str(tmp_path / "out"))
     recipe = dict(optimizer="muon", learning_rate=1e-3, seed=0, **SIZE)
     row = recipes.train_recipe(config, "tiny muon", **recipe)
-    assert row["tokens"] == [0, 1024, 2048] and len(row["losses"]) == 3 and row["val_loss"] == row["losses"][-1] < 10.9
+    assert row["tokens"] == [0, 2048, 4096] and len(row["losses"]) == 3 and row["val_loss"] == row["losses"][-1] < 10.9
     monkeypatch.setattr(recipes.subprocess, "run", lambda command, **_: SimpleNamespace(returncode=1, stderr="trained again"))
     assert recipes.train_recipe(config, "tiny muon", **recipe) == row
     with pytest.raises(UserError, match="trained again"):  # another recipe under the same name is another run
