@@ -22,7 +22,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-import tyro
 from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -32,15 +31,15 @@ from benchmarks.recipes import SCALES, sweep_recipes
 from benchmarks.turns import Side, measure
 from distributed import World, pick_device
 from model import GPT, SIZES, DataLoaderLite, GPTConfig, compiled, decay_groups, newest_flash_attention, peak_flops, pick_dtype
-from tokenizer import EOT, UserError, run_script
+from tokenizer import EOT, UserError, read_flags, run_script
 from train_gpt2 import compiler_works, describe_run, free_memory, train_step
 
 MODELS = SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
 
 
 @dataclass
-class BenchConfig:
-    """Measure the training step and the other hot paths. Without a flag: the ladder, in a size that suits the machine."""
+class Comparison:
+    """What to measure."""
 
     ladder: bool = False  # each technique added in turn; also what runs when nothing else is asked for
     sweep: Literal["", "batch"] = ""  # batch: micro-batches of 1, 2, 4, … until memory ends
@@ -53,6 +52,11 @@ class BenchConfig:
     data: bool = False  # text to shards, by build-nanogpt's loop too; limit: the bare tokenizer
     recipes: bool = False  # AdamW and Muon on small models, learning rates swept: validation loss by tokens and time
     report: tuple[str, ...] = ()  # measure nothing: merge these JSON files into one table and one plot
+
+
+@dataclass
+class Size:
+    """How much of it."""
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size; tiny is for tests
     batch_size: int = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
@@ -69,10 +73,20 @@ class BenchConfig:
     seeds: tuple[int, ...] = (0, 1, 2)  # of --recipes: the first for all, the others for the best learning rate
     recipe_steps: int = 100  # of 2,048 tokens
 
+
+@dataclass
+class Computation:
+    """How it computes, and where the results go."""
+
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = what training would pick here
     compile: bool = True  # torch.compile, where there is a compiler
     out: str = "log/bench"  # results go to OUT.json and OUT.png
+
+
+@dataclass
+class BenchConfig(Comparison, Size, Computation):
+    """Measure the training step and the other hot paths. Without a flag: the ladder, in a size that suits the machine."""
 
 
 # -- what a side does, in a process of its own -------------------------------------------------------------------------
@@ -380,7 +394,7 @@ def check(config: BenchConfig) -> None:
 
 
 def main() -> None:
-    config = tyro.cli(BenchConfig)
+    config = read_flags(BenchConfig)
     check(config)
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     if config.report:

@@ -338,7 +338,7 @@ class HellaSwagConfig:
     limit: int = 0  # only the first examples; 0 = all 10,042
     path: str = ""  # a jsonl file; empty = download it
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # what to autocast to; auto: the fastest here
     json: str = ""  # write the result to this file
 
 

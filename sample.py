@@ -28,11 +28,11 @@ class SampleConfig:
     top_k: int = 50  # draw from the k likeliest tokens; 0 = from all
     top_p: float = 1.0  # draw from the likeliest tokens that hold this much probability
     stop: bool = True  # end at <|endoftext|>
-    seed: int = 42
+    seed: int = 42  # of the draws: the same seed, the same text
     json: bool = False  # print one JSON object a sample: {"prompt": …, "text": …}
     compile: bool = False  # compile the step of one token: half a minute first, then faster; for long or many generations
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: str = "auto"  # auto | float32 | bfloat16 | float16
+    dtype: str = "auto"  # of the weights: auto | float32 | bfloat16 | float16
 
 
 def load(model: str, device: torch.device, dtype: torch.dtype) -> GPT:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import sys
+from dataclasses import fields, make_dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -89,6 +90,18 @@ def save_hf_tokenizer(directory: Path, model_max_length: int) -> None:
     )  # fmt: skip
     (directory / "tokenizer.json").write_text(hf_tokenizer_json(), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def read_flags(config_class, default=None, args: list[str] | None = None):
+    """The command line laid over `default` -> config_class. --help has a box for each of the dataclasses that it is made of."""
+    import tyro
+
+    default, parts = default or config_class(), config_class.__bases__
+    boxes = make_dataclass("Boxes", [(part.__name__.lower(), part) for part in parts])
+    boxes.__doc__ = config_class.__doc__
+    defaults = boxes(*(part(**{f.name: getattr(default, f.name) for f in fields(part)}) for part in parts))
+    given = tyro.cli(tyro.conf.OmitArgPrefixes[boxes], default=defaults, args=args)
+    return config_class(**{name: value for part in vars(given).values() for name, value in vars(part).items()})
 
 
 def run_script(main) -> None:

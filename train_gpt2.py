@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import tyro
 from tqdm import tqdm
 
 import checkpoint
@@ -34,35 +33,45 @@ import plots
 import sample
 from distributed import World, device_name
 from model import GPT, SIZES, DataLoaderLite, GPTConfig, autocast, compiled, newest_flash_attention, peak_flops, pick_dtype
-from tokenizer import UserError, run_script
+from tokenizer import UserError, read_flags, run_script
 
 
 @dataclass
-class TrainConfig:
-    """Train a GPT-2. Without a flag: the reproduction of the 124M model. A part with `every` 0 is off."""
+class Start:
+    """What the run begins with, and where things are."""
 
     preset: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "gpt2-muon", "quickstart"] = "gpt2"
     """a complete set of the values below, which any flag overrides"""
-
-    # where things are
     data_dir: str = "edu_fineweb10B"  # directory of token shards, as fineweb.py makes them
     log_dir: str = "log"  # what the run leaves: logs, plot, checkpoints
     init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a model directory or checkpoint
     resume: str = "none"  # none | auto (the newest whole checkpoint in log_dir, if any) | a checkpoint directory
     overwrite: bool = False  # start anew in a log_dir that holds a run
 
-    # the model (GPT-2 paper, table 2)
+
+@dataclass
+class Architecture:
+    """The sizes of the model (GPT-2 paper, table 2)."""
+
     n_layer: int = 12  # blocks
     n_head: int = 12  # attention heads a block
     n_embd: int = 768  # channels, C
     pad_vocab_to: int = 128  # embedding rows are a multiple of this, in memory only
     sequence_length: int = 1024  # tokens in a sequence, T, and the context window of a new model
 
-    # the batch: total_batch_size = batch_size × sequence_length × accumulation × processes
+
+@dataclass
+class Batch:
+    """total_batch_size = batch_size × sequence_length × accumulation × processes."""
+
     batch_size: int = 0  # sequences of a micro-batch on each process, B; 0 = the largest power of two up to 64 that fits
     total_batch_size: int = 524288  # tokens an update (GPT-3 paper, table 2.1: 0.5M)
 
-    # the recipe (GPT-3 paper, section 2.3 and appendix B)
+
+@dataclass
+class Recipe:
+    """How it learns (GPT-3 paper, section 2.3 and appendix B)."""
+
     max_steps: int = 19073  # updates: 10B tokens of 0.5M
     warmup_steps: int = 715  # linear warm-up: 375M tokens
     learning_rate: float = 6e-4  # at its peak
@@ -77,7 +86,11 @@ class TrainConfig:
     grad_clip: float = 1.0  # largest norm of the gradient; 0 = off
     skip_spikes: float = 0.0  # drop updates whose loss or norm is this many deviations above the last 128; 0 = off
 
-    # what happens on the way, at step 0, every so many steps, and at the end
+
+@dataclass
+class Evaluation:
+    """What happens on the way: at step 0, every so many steps, and at the end; 0 = never."""
+
     val_every: int = 250  # validation loss
     val_tokens: int = 10485760  # tokens of the validation split to look at
     hellaswag_every: int = 250  # HellaSwag score
@@ -90,7 +103,11 @@ class TrainConfig:
     checkpoint_every: int = 5000  # checkpoints (not at step 0)
     keep_checkpoints: int = 2  # how many of the newest to keep; the best by validation loss stays too
 
-    # how it computes
+
+@dataclass
+class Computation:
+    """How it computes."""
+
     seed: int = 1337  # of the weights, the order of the data, and the samples
     shuffle: bool = True  # permute the documents anew in each epoch
     device: str = "auto"  # auto | cuda | mps | cpu
@@ -101,6 +118,11 @@ class TrainConfig:
     deterministic: bool = False  # CUDA: bit-identical runs, slower (a CPU is so anyway)
     overfit_single_batch: bool = False  # train on the first batch only: the loss must go to zero
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # where the metrics go besides log_dir
+
+
+@dataclass
+class TrainConfig(Start, Architecture, Batch, Recipe, Evaluation, Computation):
+    """Train a GPT-2. Without a flag: the reproduction of the 124M model."""
 
 
 PRESETS = {
@@ -473,7 +495,7 @@ def parse_command_line(args: list[str]) -> TrainConfig:
     """The configuration: the preset that is named, with every other flag laid over it."""
     named = [b for a, b in pairwise(args) if a == "--preset"]
     named += [a.removeprefix("--preset=") for a in args if a.startswith("--preset=")]
-    return tyro.cli(TrainConfig, default=PRESETS.get(named[-1] if named else "gpt2", PRESETS["gpt2"]), args=args)
+    return read_flags(TrainConfig, PRESETS.get(named[-1] if named else "gpt2", PRESETS["gpt2"]), args)
 
 
 # What may differ between a run and its continuation without changing what is computed.

@@ -1,7 +1,9 @@
 """Training as a user runs it: real processes, on one rank and two, killed and resumed, and what they say about mistakes."""
 
+import dataclasses
 import json
 import math
+import re
 import shlex
 import signal
 import subprocess
@@ -67,6 +69,18 @@ def test_every_preset_is_a_valid_configuration(name, tmp_path, monkeypatch):
     config = parse_command_line(["--preset", name, "--data-dir", str(tmp_path)])
     assert config.preset == name and check(config, 1) == []
     assert GPTConfig(n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd).padded_vocab_size == 50304
+
+
+def test_help_has_every_flag_once_in_the_box_of_its_part_with_the_presets_values():
+    first, *boxes = run_script("train_gpt2.py", "--preset", "quickstart", "--help", COLUMNS="80").stdout.split("╭─ ")
+    assert TrainConfig.__doc__ in first
+    titles = [box.split(" options", 1)[0] for box in boxes[1:]]
+    assert titles == ["start", "architecture", "batch", "recipe", "evaluation", "computation"]
+    for part, box in zip(TrainConfig.__bases__, boxes[1:], strict=True):
+        flags = re.findall(r"^│ (--[a-z0-9-]+)", box, re.MULTILINE)
+        assert flags == [f"--{f.name.replace('_', '-')}" for f in dataclasses.fields(part)]
+        assert part.__doc__.split()[0] in box
+    assert "(default: data/stdlib)" in boxes[1] and "(default: 192)" in boxes[2]
 
 
 def test_a_flag_overrides_its_preset_with_hyphens_or_underscores():
