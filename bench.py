@@ -67,7 +67,7 @@ class Size:
     hellaswag_path: str = ""  # a jsonl file for --hellaswag; empty = download it
     examples: int = 48  # of HellaSwag, drawn at random: the first ones of the file are short
     megabytes: int = 50  # of text for --data
-    data_dir: str = "data/stdlib"  # shards for --recipes; a run that is complete beside OUT.json is not trained again
+    data_dir: str = "data/stdlib-pieces"  # shards for --recipes; a run that is complete beside OUT is not trained again
     scales: tuple[str, ...] = tuple(SCALES)  # of --recipes: parameters outside the embedding
     learning_rates: tuple[float, ...] = (4e-3, 8e-3)  # of --recipes; more until the best is not at an end
     seeds: tuple[int, ...] = (0, 1, 2)  # of --recipes: the first for all, the others for the best learning rate

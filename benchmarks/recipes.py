@@ -1,16 +1,21 @@
-"""bench.py --recipes: AdamW against Muon on small models, each at its best learning rate; `m` is bench.py's Machine."""
+"""bench.py --recipes: AdamW against Muon on small models, each at its best learning rate; `m` is bench.py's Machine.
+
+python -m benchmarks.recipes makes the shards that it trains on.
+"""
 
 import math
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import tyro
 
 import plots
-from tokenizer import UserError
+from tokenizer import EOT, UserError, run_script
 
 SCALES = {  # millions of parameters outside the embedding; heads of 32
     "1M": dict(n_layer=6, n_head=4, n_embd=128),
@@ -21,10 +26,35 @@ TOKENS, T = 2048, 256  # of a step, of a sequence
 OPTIMIZERS = ("adamw", "muon")
 
 
+def cut_documents(source: str = "data/stdlib", target: str = "data/stdlib-pieces", most: int = 512) -> None:
+    """Makes shards in `target` of those in `source`: their documents in pieces of at most `most` tokens, shuffled.
+
+    A module of the standard library has up to 100,000 tokens: so short a run would see nothing else for fifty of its steps.
+    """
+    shards, beside = sorted(Path(source).glob("*.npy")), Path(f"{target}.tmp")
+    if not shards:
+        raise UserError(f"no shards in {source}: make them with python fineweb.py --source stdlib --data-dir {source}")
+    if Path(target).exists():
+        raise UserError(f"{target} is there already: remove it first, or choose another --target")
+    shutil.rmtree(beside, ignore_errors=True)
+    beside.mkdir(parents=True)
+    for path in shards:
+        tokens, pieces = np.load(path), []
+        for document in np.split(tokens, np.flatnonzero(tokens == EOT)[1:]):
+            parts = [document[i : i + most - 1] for i in range(1, len(document), most - 1)]
+            pieces += [np.concatenate([document[:1], part]) for part in parts]  # each starts with <|endoftext|>
+        order = np.random.default_rng(0).permutation(len(pieces))
+        np.save(beside / path.name, np.concatenate([pieces[i] for i in order]))
+        print(f"{target}/{path.name}: {len(pieces):,} pieces")
+    beside.rename(target)
+
+
 def sweep_recipes(m) -> Iterator[dict]:
     """For each scale and optimizer: the learning rates asked for, more of them until the best is not at an end, and other seeds
     of the best. Then a step of both optimizers, side by side."""
     c, rows = m.config, []
+    if not Path(c.data_dir).is_dir():
+        raise UserError(f"--data-dir {c.data_dir} does not exist: make data/stdlib-pieces with python -m benchmarks.recipes")
 
     def train(scale: str, optimizer: str, rate: float, seed: int) -> Iterator[dict]:
         name = f"{scale} {optimizer} {rate:g} seed {seed}"
@@ -96,3 +126,7 @@ def compare_recipes(rows: list[dict], scale: str) -> str:
         for axis, k in {"tokens": 1, "time": slower}.items()
     )
     return f"{' and '.join(words)}, {len(parts)} seed(s)"
+
+
+if __name__ == "__main__":
+    run_script(lambda: tyro.cli(cut_documents))

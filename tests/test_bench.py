@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
@@ -16,7 +17,7 @@ from benchmarks import hot_paths, recipes, turns
 from benchmarks.turns import Side
 from distributed import World
 from model import GPT, GPTConfig, compiled
-from tokenizer import VOCAB_SIZE, UserError
+from tokenizer import EOT, VOCAB_SIZE, UserError
 
 CPU, SIZE = torch.device("cpu"), bench.MODELS["tiny"]
 
@@ -195,7 +196,7 @@ def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
 def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     trained = []
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: trained.append(name) or fake_recipe(c, name, **v))
-    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
+    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1), data_dir=str(ROOT))
     speeds = {"adamw": 1000, "muon": 800}
     monkeypatch.setattr(m, "measure", lambda sides: [dict(name=s.name, median=speeds[s.options["optimizer"]]) for s in sides])
     rows = list(recipes.sweep_recipes(m))
@@ -207,6 +208,21 @@ def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: dict(error="diverged"))
     with pytest.raises(UserError, match=r"no learning rate of \[0\.002, 0\.004\] gave a loss"):
         list(recipes.sweep_recipes(m))
+
+
+def test_recipes_train_on_pieces_of_documents_in_another_order(shards, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere does not exist: make .* with python -m benchmarks\.recipes"):
+        list(recipes.sweep_recipes(machine(data_dir="nowhere")))
+    recipes.cut_documents(str(shards), str(tmp_path / "pieces"), most=8)
+    before, after = (np.load(folder / "toy_train_000001.npy") for folder in (shards, tmp_path / "pieces"))
+    starts = np.flatnonzero(after == EOT)
+    assert starts[0] == 0 and np.diff(starts).max() == 8 and after.dtype == np.uint16
+    assert sorted(after[after != EOT]) == sorted(before[before != EOT])
+    assert (after[:100] != before[:100]).any()
+    with pytest.raises(UserError, match="is there already"):
+        recipes.cut_documents(str(shards), str(tmp_path / "pieces"))
+    with pytest.raises(UserError, match=r"no shards in .*nothing: make them with python fineweb\.py"):
+        recipes.cut_documents(str(tmp_path / "nothing"), str(tmp_path / "none"))
 
 
 def test_a_recipe_is_a_run_of_training_and_never_trained_twice(shards, tmp_path, monkeypatch):
