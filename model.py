@@ -492,7 +492,10 @@ def download_pretrained(name: str) -> Path:
     except (HFValidationError, RepositoryNotFoundError):
         raise UserError(f"{name!r} is neither a directory here nor a model on the Hugging Face hub") from None
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise UserError(f"{name!r} is not a directory here, and the hub cannot be reached for it ({error})") from None
+        reason = first_line(error).removeprefix("Got: ")
+        raise UserError(
+            f"{name!r} is not a directory here, and the hub cannot be reached ({reason}): mend that, or give a directory"
+        ) from None
 
 
 class KVCache:
