@@ -460,6 +460,7 @@ def describe_run(config: TrainConfig, world: World, dtype: torch.dtype, batch_si
         "dtype": str(dtype).removeprefix("torch."),
         "batch_size": batch_size,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),  # the same for all that one torchrun starts
     }
 
 
@@ -831,11 +832,19 @@ def command_to_resume() -> str:
     return command() if sys.argv[-2:] == ["--resume", "auto"] else command("--resume", "auto")  # the last of a flag counts
 
 
+def as_restarted(config: TrainConfig) -> TrainConfig:
+    """torchrun starts all processes again if one dies: they go on from what this run has saved, not from one it overwrites."""
+    metrics = Path(config.log_dir) / "metrics.jsonl"
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and metrics.exists():
+        last = [record for record in plots.read_metrics(metrics) if record["type"] in ("run", "resume")][-1:]
+        begun = [record.get("launch") for record in last] == [os.environ.get("TORCHELASTIC_RUN_ID", "")]
+        if begun and (config.resume == "none" or checkpoint.checkpoints(config.log_dir)):
+            return dataclasses.replace(config, resume="auto", overwrite=False)
+    return config
+
+
 def main() -> None:
-    config = parse_command_line(sys.argv[1:])
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))  # torchrun starts all processes again if one dies
-    if restarted and (config.resume == "none" or checkpoint.checkpoints(config.log_dir)):
-        config = dataclasses.replace(config, resume="auto", overwrite=False)
+    config = as_restarted(parse_command_line(sys.argv[1:]))
     if problems := check(config, int(os.environ.get("WORLD_SIZE", 1))):
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node has its own disk
             print("\n".join(f"train_gpt2.py: {problem}" for problem in problems), file=sys.stderr)

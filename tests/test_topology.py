@@ -1,5 +1,6 @@
 """One run on any number of processes, however they share the model, killed and started again: always the same curve."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -20,7 +21,7 @@ from conftest import ROOT, TINY, command, environment, losses, run_script, weigh
 import checkpoint
 from distributed import World
 from model import GPT, GPTConfig, autocast
-from train_gpt2 import Run, TrainConfig, is_spike, train_step
+from train_gpt2 import Log, Run, TrainConfig, as_restarted, is_spike, train_step
 
 EIGHT_SEQUENCES = ("--total-batch-size", 128, "--max-steps", 10)  # so that 4 ranks have 2 each
 
@@ -115,6 +116,21 @@ def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_h
     assert err.count("failed (exitcode") == 1, "the restarted processes found each other at once"
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert weights_hash(tmp_path / "cut" / "ckpt_000060") == weights_hash(tmp_path / "whole" / "ckpt_000060")
+
+
+def test_a_rank_that_dies_before_the_run_has_begun_does_not_bring_back_the_run_that_it_overwrites(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "now")
+    typed = TrainConfig(log_dir=str(tmp_path), overwrite=True)
+    log = Log(str(tmp_path), True, "none")
+    log.start({"launch": "before"})
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert as_restarted(typed) == typed
+    log.start({"launch": "now"})
+    assert as_restarted(typed) == dataclasses.replace(typed, resume="auto", overwrite=False)
+    elsewhere = dataclasses.replace(typed, resume="elsewhere/ckpt_000010")
+    assert as_restarted(elsewhere) == elsewhere, "nothing of its own is saved yet"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert as_restarted(typed) == typed
 
 
 def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):
