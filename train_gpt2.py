@@ -139,7 +139,7 @@ PRESETS = {
         warmup_steps=358,  # 375M tokens
     ),
     "gpt3-125m": TrainConfig(preset="gpt3-125m", sequence_length=2048),
-    # fewer tokens to the same loss; AdamW's learning rate, as both have the same best one in benchmarks/recipes
+    # fewer tokens to the same loss; AdamW's learning rate: the best one is within a factor of two of it in benchmarks/recipes
     "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
     # about three minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
