@@ -307,22 +307,28 @@ def recipe_speeds(rows: list[dict]) -> dict[tuple[str, str], float]:
 
 
 def draw_recipes(figure, rows: list[dict]) -> None:
-    """Validation loss by tokens and by time, a column for each scale: all seeds of the best learning rates."""
+    """Validation loss by tokens and by time, a column for each scale: all seeds of the best learning rates. The axis holds what
+    comes after the second evaluation: a run that begins with a loss of 20 enters from above."""
     scales, speeds = list(dict.fromkeys(row["scale"] for row in rows)), recipe_speeds(rows)
-    axes = figure.subplots(2, len(scales), squeeze=False)
+    axes, after = figure.subplots(2, len(scales), squeeze=False, sharey=True), []
     for (scale, optimizer), runs in best_recipes(rows).items():
         color = {"adamw": BLUE, "muon": RED}[optimizer]
-        units = {"tokens": 1, "seconds": speeds.get((scale, optimizer), math.nan)}  # nan: not measured yet
+        after += [loss for run in runs for loss in run["losses"][2:]]
+        units = {"tokens (thousands)": 1000, "seconds": speeds.get((scale, optimizer), math.nan)}  # nan: not measured yet
         for axis, (along, unit) in zip(axes[:, scales.index(scale)], units.items(), strict=True):
             for i, run in enumerate(runs):
                 label = f"{optimizer}, {run['learning_rate']:g}" if i == 0 else None
                 axis.plot(
                     np.array(run["tokens"][1:]) / unit, run["losses"][1:], color=color, alpha=0.8, linewidth=1.2, label=label
                 )
-            axis.set(xlabel=along, ylabel="validation loss", title=f"{scale} parameters")
+            axis.set(xlabel=along, title=f"{scale} parameters")
             axis.xaxis.set_major_formatter("{x:,g}")
             axis.locator_params(axis="x", nbins=5)
             tidy(axis)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("validation loss")
+    if after:
+        axes[0, 0].set_ylim(min(after) - 0.1, max(after) + 0.3)
 
 
 # -- drawing a model ---------------------------------------------------------------------------------------------------
