@@ -85,7 +85,7 @@ class Computation:
 
 
 @dataclass
-class BenchConfig(Comparison, Size, Computation):
+class BenchConfig(Computation, Size, Comparison):  # a dataclass has the fields of the last first
     """Measure the training step and the other hot paths. Without a flag: the ladder, in a size that suits the machine."""
 
 

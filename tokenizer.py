@@ -96,7 +96,7 @@ def read_flags(config_class, default=None, args: list[str] | None = None):
     """The command line laid over `default` -> config_class. --help has a box for each of the dataclasses that it is made of."""
     import tyro
 
-    default, parts = default or config_class(), config_class.__bases__
+    default, parts = default or config_class(), config_class.__bases__[::-1]
     boxes = make_dataclass("Boxes", [(part.__name__.lower(), part) for part in parts])
     boxes.__doc__ = config_class.__doc__
     defaults = boxes(*(part(**{f.name: getattr(default, f.name) for f in fields(part)}) for part in parts))

@@ -121,7 +121,7 @@ class Computation:
 
 
 @dataclass
-class TrainConfig(Start, Architecture, Batch, Recipe, Evaluation, Computation):
+class TrainConfig(Computation, Evaluation, Recipe, Batch, Architecture, Start):  # a dataclass has the fields of the last first
     """Train a GPT-2. Without a flag: the reproduction of the 124M model."""
 
 

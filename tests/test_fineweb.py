@@ -852,7 +852,8 @@ def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=2)
-    assert process.returncode == 130 and not session(process.pid)
+    assert process.returncode == 130
+    wait_for(lambda: not session(process.pid))
 
 
 def test_a_text_is_read_over_http(hub, monkeypatch):
