@@ -387,6 +387,10 @@ def check(config: BenchConfig) -> None:
         f"--{k.replace('_', '-')} {getattr(config, k)}: at least {n}" for k, n in least.items() if getattr(config, k) < n
     ]
     problems += [f"--scales {scale}: one of {', '.join(SCALES)}" for scale in config.scales if scale not in SCALES]
+    if config.recipes and not Path(config.data_dir).is_dir():
+        problems.append(
+            f"--data-dir {config.data_dir} does not exist: make data/stdlib-pieces with python -m benchmarks.recipes"
+        )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         problems.append("bench.py starts its own processes: use python bench.py --scaling, not torchrun")
     if problems:

@@ -836,8 +836,8 @@ def as_restarted(config: TrainConfig) -> TrainConfig:
     """torchrun starts all processes again if one dies: they go on from what this run has saved, not from one it overwrites."""
     metrics = Path(config.log_dir) / "metrics.jsonl"
     if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) and metrics.exists():
-        last = [record for record in plots.read_metrics(metrics) if record["type"] in ("run", "resume")][-1:]
-        begun = [record.get("launch") for record in last] == [os.environ.get("TORCHELASTIC_RUN_ID", "")]
+        launches = [record.get("launch") for record in plots.read_metrics(metrics) if record["type"] in ("run", "resume")]
+        begun = launches[-1:] == [os.environ.get("TORCHELASTIC_RUN_ID", "")]
         if begun and (config.resume == "none" or checkpoint.checkpoints(config.log_dir)):
             return dataclasses.replace(config, resume="auto", overwrite=False)
     return config

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import tyro
 
 import plots
 from tokenizer import EOT, UserError, run_script
@@ -53,8 +52,6 @@ def sweep_recipes(m) -> Iterator[dict]:
     """For each scale and optimizer: the learning rates asked for, more of them until the best is not at an end, and other seeds
     of the best. Then a step of both optimizers, side by side."""
     c, rows = m.config, []
-    if not Path(c.data_dir).is_dir():
-        raise UserError(f"--data-dir {c.data_dir} does not exist: make data/stdlib-pieces with python -m benchmarks.recipes")
 
     def train(scale: str, optimizer: str, rate: float, seed: int) -> Iterator[dict]:
         name = f"{scale} {optimizer} {rate:g} seed {seed}"
@@ -129,4 +126,6 @@ def compare_recipes(rows: list[dict], scale: str) -> str:
 
 
 if __name__ == "__main__":
+    import tyro
+
     run_script(lambda: tyro.cli(cut_documents))

@@ -164,11 +164,12 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
         "".join(json.dumps(one | dict(ind=i, split_type="zeroshot")) + "\n" for i in (1, 2))
     )
     m = machine(hellaswag_path=str(tmp_path / "examples.jsonl"), sequence_length=16)
+    n = m.config.batch_size * 16
     generated, scored, lengths = list(bench.generate(m)), list(bench.score(m)), list(bench.attend(m))
     assert len(generated) == 6 and len(scored) == 2 and [row["T"] for row in lengths] == [32, 32, 64, 64]
     assert all(row["of limit"] > 0 and row["total"] > 0 for row in generated + scored)
     assert scored[0]["right"] == scored[1]["right"]
-    assert [row["name"][-5:] for row in bench.optimizers(m)] == ["AdamW", " Muon"]
+    assert [row["name"] for row in bench.optimizers(m)] == [f"an update every {n} tokens: {name}" for name in ("AdamW", "Muon")]
     assert "of a step of 524,288 tokens" in m.notes[-1]
 
 
@@ -196,7 +197,7 @@ def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
 def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     trained = []
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: trained.append(name) or fake_recipe(c, name, **v))
-    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1), data_dir=str(ROOT))
+    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
     timed = {"adamw": dict(median=500), "muon": dict(median=800, beside=1000)}  # AdamW's first turns: a slow minute
     monkeypatch.setattr(m, "measure", lambda sides: [dict(name=s.name) | timed[s.options["optimizer"]] for s in sides])
     rows = list(recipes.sweep_recipes(m))
@@ -212,7 +213,7 @@ def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
 
 def test_recipes_train_on_pieces_of_documents_in_another_order(shards, tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist: make .* with python -m benchmarks\.recipes"):
-        list(recipes.sweep_recipes(machine(data_dir="nowhere")))
+        bench.check(BenchConfig(recipes=True, data_dir="nowhere"))
     recipes.cut_documents(str(shards), str(tmp_path / "pieces"), most=8)
     before, after = (np.load(folder / "toy_train_000001.npy") for folder in (shards, tmp_path / "pieces"))
     starts = np.flatnonzero(after == EOT)

@@ -215,7 +215,13 @@ def test_truncated_weights_are_called_damaged(tmp_path, tiny):
         GPT.from_pretrained(tmp_path)
 
 
-def test_a_name_that_is_nowhere_is_one_line():
+def test_a_name_that_is_nowhere_is_a_sentence(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UserError, match="no-such-model"):
+        GPT.from_pretrained("no-such-model")
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line():
     nowhere = dict(HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="0")  # a port that nobody listens at
     done = run_script("sample.py", "--model", "no-such-model", expect=1, **nowhere)
     assert re.fullmatch(r"sample\.py: 'no-such-model' is not a directory here, and the hub cannot be reached .*\n", done.stderr)
