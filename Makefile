@@ -34,6 +34,7 @@ quickstart: setup
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy *.py support
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
 torture: .venv/requirements-dev
@@ -43,4 +44,4 @@ bench: setup
 	@$(PY) bench.py
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis __pycache__ tests/__pycache__
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__

@@ -1,27 +1,41 @@
-"""Generations from a checkpoint or a pretrained GPT-2: python sample.py --model log/quickstart/ckpt_000150 --prompt "def "."""
+"""Generations from a checkpoint or a pretrained GPT-2.
 
+python sample.py --model log/quickstart/ckpt_000150 --prompt "def "
+"""
+
+import codecs
 import json
+import math
 import sys
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
 
-from distributed import pick_device
-from model import GPT, pick_dtype
-from tokenizer import EOT, VOCAB_SIZE, UserError, get_tokenizer, run_script
+from model import GPT
+from support.common import UserError, run_script
+from support.device import compiler_works, free_memory, pick_device, pick_dtype
+from support.generation import pad
+from support.tokenizer import EOT, check_vocabulary, encode, get_tokenizer, replace_surrogates
+
+ROWS = 64  # samples that are made together
+MOST = 10**9  # samples, tokens of one, bytes of prompts: more is a slip of the finger
 
 
 @dataclass
 class SampleConfig:
-    """Continue a prompt with a GPT-2: one of our checkpoints, any Hugging Face GPT-2 directory, or a name on the hub.
+    """Continue a prompt with a GPT-2: one of our checkpoints, any Hugging Face GPT-2 directory, or
+    a name on the hub.
 
-    One sample is printed as it is made; several are made in one batch and printed one after the other.
+    One sample is printed as it is made; several are made in one batch and printed one after the
+    other.
     """
 
-    model: str = "gpt2"  # directory, nanoGPT's or build-nanogpt's FILE.pt, or gpt2 | gpt2-medium | gpt2-large | gpt2-xl
-    prompt: str = "Hello, I'm a language model,"  # text to continue; - reads prompts from stdin, @FILE from a file, one a line
+    # directory, nanoGPT's or build-nanogpt's FILE.pt, or gpt2 | gpt2-medium | gpt2-large | gpt2-xl
+    model: str = "gpt2"
+    # text to continue; - reads prompts from stdin, @FILE from a file, one a line
+    prompt: str = "Hello, I'm a language model,"
     num_samples: int = 1  # continuations of each prompt
     max_new_tokens: int = 100  # tokens to add, at most
     temperature: float = 0.9  # 0 takes the likeliest token each time
@@ -30,92 +44,142 @@ class SampleConfig:
     stop: bool = True  # end at <|endoftext|>
     seed: int = 42  # of the draws: the same seed, the same text
     json: bool = False  # print one JSON object a sample: {"prompt": …, "text": …}
-    compile: bool = False  # compile the step of one token: half a minute first, then faster; for long or many generations
+    # compile the step of one token: half a minute first, then faster; for long or many generations
+    compile: bool = False
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: str = "auto"  # of the weights: auto | float32 | bfloat16 | float16
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
 
 
 def load(model: str, device: torch.device, dtype: torch.dtype) -> GPT:
-    """A model ready to generate: on the device, in evaluation mode, its weights cast once."""
+    """A model to generate with: on the device, in evaluation mode, its weights cast to dtype.
+
+    Raises UserError unless it is a GPT-2 with GPT-2's vocabulary.
+    """
     gpt = GPT.from_pretrained(model)
-    if gpt.config.vocab_size != VOCAB_SIZE:
-        raise UserError(f"{model} has a vocabulary of {gpt.config.vocab_size}: its tokens are not GPT-2's, text needs those")
+    check_vocabulary(model, gpt.config.vocab_size)
     return gpt.to(device, dtype).eval().requires_grad_(False)
 
 
-def complete(model: GPT, prompt: str, num_samples: int, max_new_tokens: int, **sampling) -> list[str]:
-    """`num_samples` continuations of a prompt, each with the prompt; otherwise `complete_all`."""
-    return [prompt + text for text in complete_all(model, [prompt] * num_samples, max_new_tokens, **sampling)]
+def complete(
+    model: GPT, prompt: str, num_samples: int, max_new_tokens: int, **sampling
+) -> list[str]:
+    """`num_samples` continuations of one prompt, each with the prompt; see `complete_all`."""
+    prompt = replace_surrogates(prompt)
+    texts = complete_all(model, [prompt] * num_samples, max_new_tokens, **sampling)
+    return [prompt + text for text in texts]
 
 
-def complete_all(model: GPT, prompts: list[str], max_new_tokens: int, *, stop=EOT, **sampling) -> list[str]:
-    """The continuation of each prompt, up to `stop`, all made in one batch; `sampling` as in GPT.stream.
+def complete_all(
+    model: GPT, prompts: list[str], max_new_tokens: int, *, stop=EOT, **sampling
+) -> list[str]:
+    """The continuation of each prompt up to the token `stop`, all made in one batch.
 
-    Leaves model.training and the global random state as they were. An empty prompt starts from <|endoftext|>.
+    sampling: the other arguments of GPT.stream. An empty prompt starts from <|endoftext|>. Leaves
+    model.training and the global random state as they were.
     """
-    encoder, was_training = get_tokenizer(), model.training
-    rows = [encoder.encode_ordinary(prompt) or [EOT] for prompt in prompts]
-    lengths, device = [len(row) for row in rows], model.transformer.wte.weight.device
-    idx = torch.tensor([row + [EOT] * (max(lengths) - len(row)) for row in rows], device=device)
+    rows = [encode(prompt) or [EOT] for prompt in prompts]
+    idx = pad(rows, model.transformer.wte.weight.device)  # (B, T)
+    sampling |= dict(stop=stop, lengths=[len(row) for row in rows])
+    was_training = model.training
     model.eval()
     try:
-        new = list(model.stream(idx, max_new_tokens, lengths=lengths, stop=stop, **sampling))
+        steps = list(model.stream(idx, max_new_tokens, **sampling))
     finally:
         model.train(was_training)
-    texts = [tokens[: tokens.index(stop)] if stop in tokens else tokens for tokens in torch.stack(new, 1).tolist()]
-    return [encoder.decode(tokens) for tokens in texts]
+    texts = []
+    for tokens in torch.stack(steps, dim=1).tolist():
+        if stop in tokens:
+            tokens = tokens[: tokens.index(stop)]
+        texts.append(get_tokenizer().decode(tokens))
+    return texts
 
 
-def write_stream(model: GPT, prompt: str, max_new_tokens: int, *, stop=EOT, **sampling) -> None:
-    """Prints one continuation as it is made; bytes that do not yet make a character wait for the next token."""
-    encoder, device = get_tokenizer(), model.transformer.wte.weight.device
-    idx = torch.tensor([encoder.encode_ordinary(prompt) or [EOT]], device=device)
+def print_stream(model: GPT, prompt: str, max_new_tokens: int, *, stop=EOT, **sampling) -> None:
+    """Prints a prompt, then its continuation token by token as they are made.
+
+    A token may end inside a character: its bytes wait for the next token.
+    """
+    idx = pad([encode(prompt) or [EOT]], model.transformer.wte.weight.device)  # (1, T)
+    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
     print(prompt, end="", flush=True)
-    waiting = b""
     for token in model.stream(idx, max_new_tokens, stop=stop, **sampling):
         if token.item() == stop:
             break
-        waiting += encoder.decode_single_token_bytes(token.item())
-        text = waiting.decode("utf-8", errors="ignore")
-        if text.encode() == waiting or len(waiting) > 16:  # whole characters, or bytes that never will be
-            print(waiting.decode("utf-8", errors="replace"), end="", flush=True)
-            waiting = b""
-    print(waiting.decode("utf-8", errors="replace"))
+        spelling = get_tokenizer().decode_single_token_bytes(token.item())
+        print(characters.decode(spelling), end="", flush=True)
+    print(characters.decode(b"", final=True))
+
+
+# -- the command
 
 
 def read_prompts(prompt: str) -> list[str]:
     """The prompts that --prompt means. Raises UserError for a source without any."""
-    if prompt != "-" and not prompt.startswith("@"):
-        return [prompt]
-    source = sys.stdin.buffer.read() if prompt == "-" else Path(prompt[1:]).read_bytes()
-    prompts = [line for line in source.decode("utf-8", errors="replace").splitlines() if line]
+    if prompt == "-":
+        content = sys.stdin.buffer.read(MOST + 1)
+    elif prompt.startswith("@"):
+        try:
+            with open(prompt[1:], "rb") as file:
+                content = file.read(MOST + 1)
+        except OSError as error:
+            raise UserError(
+                f"--prompt {prompt}: {error.strerror}; behind the @ belongs a file that can be "
+                "read, with one prompt a line"
+            ) from None
+    else:
+        return [replace_surrogates(prompt)]
+    if len(content) > MOST:
+        raise UserError(f"--prompt {prompt}: it has more than {MOST:,} bytes, give it in pieces")
+    prompts = [line for line in content.decode("utf-8", errors="replace").splitlines() if line]
     if not prompts:
-        raise UserError(f"--prompt {prompt}: there is no line to continue")
+        raise UserError(f"--prompt {prompt}: there is no line to continue, give at least one")
     return prompts
 
 
-def check(config: SampleConfig) -> None:
-    """Raises UserError that names every value that cannot be."""
-    problems = [
-        (config.num_samples < 1, f"--num-samples {config.num_samples}: at least 1"),
-        (config.max_new_tokens < 1, f"--max-new-tokens {config.max_new_tokens}: at least 1"),
-        (config.temperature < 0, f"--temperature {config.temperature}: 0 (the likeliest token) or more"),
-        (config.top_k < 0, f"--top-k {config.top_k}: 0 (all tokens) or more"),
-        (not 0 < config.top_p <= 1, f"--top-p {config.top_p}: above 0, at most 1"),
-        (
-            config.dtype not in ("auto", "float32", "bfloat16", "float16"),
-            f"--dtype {config.dtype}: auto | float32 | bfloat16 | float16",
-        ),
-    ]
-    if wrong := [text for is_wrong, text in problems if is_wrong]:
-        raise UserError("; ".join(wrong))
+def check_flags(config: SampleConfig) -> None:
+    """Raises UserError, which names every flag with an impossible value."""
+    problems = []
+    if not 1 <= config.num_samples <= MOST:
+        problems.append(f"--num-samples {config.num_samples}: from 1 to {MOST:,}")
+    if not 1 <= config.max_new_tokens <= MOST:
+        problems.append(f"--max-new-tokens {config.max_new_tokens}: from 1 to {MOST:,}")
+    if not 0 <= config.temperature < math.inf:
+        problems.append(f"--temperature {config.temperature}: 0 (the likeliest token) or above")
+    if config.top_k < 0:
+        problems.append(f"--top-k {config.top_k}: 0 (all tokens) or more")
+    if not 0 < config.top_p <= 1:
+        problems.append(f"--top-p {config.top_p}: above 0, at most 1")
+    if not 0 <= config.seed < 2**64:
+        problems.append(f"--seed {config.seed}: from 0 to 2**64 - 1")
+    if problems:
+        raise UserError("; ".join(problems) + ": that was expected")
+
+
+def check_memory(model: GPT, rows: int, prompts: list[str], max_new_tokens: int) -> None:
+    """Raises UserError where `rows` samples at a time need more memory than is free."""
+    c = model.config
+    weight = model.transformer.wte.weight
+    T = min(c.block_size, max(len(encode(prompt)) for prompt in prompts) + max_new_tokens)
+    # keys and values of each layer; while the prompts are read, two activations of the MLP
+    cache = T * (2 * c.n_layer + 2 * 4) * c.n_embd * weight.itemsize
+    tokens = 64 * max_new_tokens  # as int64, as Python's numbers and as text
+    needed = rows * (cache + tokens)
+    free = free_memory(weight.device)
+    if needed > free:
+        raise UserError(
+            f"{rows} samples at a time with --max-new-tokens {max_new_tokens} need "
+            f"{needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB is free: ask for fewer"
+        )
 
 
 def main() -> None:
     config = tyro.cli(SampleConfig)
-    check(config)
-    prompts = [prompt for prompt in read_prompts(config.prompt) for _ in range(config.num_samples)]
+    check_flags(config)
+    prompts = read_prompts(config.prompt)
     device = pick_device(config.device)
+    problem = compiler_works(device) if config.compile else ""
+    if problem:
+        raise UserError(f"--compile: {problem}; leave that flag out")
     dtype, _ = pick_dtype(device, config.dtype)
     model = load(config.model, device, dtype)
     sampling = dict(
@@ -126,13 +190,20 @@ def main() -> None:
         generator=torch.Generator(device).manual_seed(config.seed),
         compile=config.compile,
     )
-    if len(prompts) == 1 and not config.json:
-        return write_stream(model, prompts[0], config.max_new_tokens, **sampling)
-    for start in range(0, len(prompts), 64):  # their caches share the memory
-        some = prompts[start : start + 64]
-        for i, text in enumerate(complete_all(model, some, config.max_new_tokens, **sampling)):
-            sample = dict(prompt=some[i], text=text)
-            print(json.dumps(sample, ensure_ascii=False) if config.json else f"--- sample {start + i}\n{some[i]}{text}")
+    total = len(prompts) * config.num_samples
+    if total == 1 and not config.json:
+        print_stream(model, prompts[0], config.max_new_tokens, **sampling)
+        return
+    check_memory(model, min(total, ROWS), prompts, config.max_new_tokens)
+    for start in range(0, total, ROWS):
+        numbers = range(start, min(start + ROWS, total))
+        batch = [prompts[i // config.num_samples] for i in numbers]
+        texts = complete_all(model, batch, config.max_new_tokens, **sampling)
+        for i, prompt, text in zip(numbers, batch, texts, strict=True):
+            if config.json:
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+            else:
+                print(f"--- sample {i}\n{prompt}{text}")
 
 
 if __name__ == "__main__":

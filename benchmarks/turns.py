@@ -1,5 +1,8 @@
-"""What is compared takes turns: each side in a process of its own, so that its memory is its own, and side by side with what it
-is compared with, so that a slow minute of the machine slows both."""
+"""What is compared takes turns.
+
+Each side runs in a process of its own, so that its memory is its own; and it takes turns with the
+side that it is compared with, so that a slow minute of the machine slows both.
+"""
 
 import math
 import multiprocessing
@@ -16,16 +19,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from distributed import World
-from model import first_line
-from train_gpt2 import peak_memory
+from support.common import first_line
+from support.device import peak_memory, synchronize
+from support.distributed import World
 
 
 @dataclass
 class Side:
-    """One of the things compared. In a process of its own make(world, **options) -> run, and each run() does it once.
+    """One of the things compared.
 
-    run may return a dict: the numbers of the first run become columns, except `waited`, seconds that each waited for data.
+    In a process of its own make(world, **options) -> run, and each run() does it once. run may
+    return a dict of numbers: those of the first run become columns, except `waited`, the seconds
+    that each run waited for data.
     """
 
     name: str
@@ -34,34 +39,47 @@ class Side:
     amount: int  # of its unit that one run does
     unit: str = "tokens/s"
     base: int = 0  # the side it is compared with, by its place; itself: none
-    limits: dict[str, float] = field(default_factory=dict)  # column: what the hardware would allow, in the same unit
+    limits: dict[str, float] = field(default_factory=dict)  # column: the hardware's limit, in unit
     processes: int = 1
 
 
-here: dict = {}  # in a side's own process: its World, its `run`, and how many runs make a turn
+# -- in a side's own process
+
+here: dict = {}  # its World, its `run`, and how many `runs` make a turn
 
 
 def settle(side: Side, device: str, rank: int, port: int) -> None:
+    """Joins the other processes of the side, and makes what it runs."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, without a traceback
-    ranks = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=side.processes, LOCAL_WORLD_SIZE=side.processes, MASTER_PORT=port)
-    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="localhost")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(side.processes),
+        LOCAL_WORLD_SIZE=str(side.processes),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     torch.manual_seed(0)
-    here.update(world=World(device), runs=1)
+    here["world"] = World(device)
+    here["runs"] = 1
     here["run"] = side.make(here["world"], **side.options)
 
 
 def take_turn(least: float) -> dict:
-    """Seconds of a run, what the last one returned, the process's peak memory. The next turn takes at least `least` seconds."""
-    device, n = here["world"].device, here["runs"]
-    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
-    wait()
+    """Seconds of a run, what the last run returned, and the process's peak memory in bytes.
+
+    The next turn takes at least `least` seconds: short runs are repeated.
+    """
+    device = here["world"].device
+    synchronize(device)
     start = time.perf_counter()
-    for _ in range(n):
+    for _ in range(here["runs"]):
         returned = here["run"]()
-    wait()
-    seconds = (time.perf_counter() - start) / n
+    synchronize(device)
+    seconds = (time.perf_counter() - start) / here["runs"]
     here["runs"] = max(1, math.ceil(min(1000, least / seconds)))
-    turn = dict(seconds=seconds, memory=peak_memory(device), returned={k: float(v) for k, v in (returned or {}).items()})
+    numbers = {name: float(value) for name, value in (returned or {}).items()}
+    turn = dict(seconds=seconds, memory=peak_memory(device), returned=numbers)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the other side may need what this one only keeps
     return turn
@@ -71,21 +89,31 @@ def leave() -> None:
     here["world"].close()
 
 
+# -- in the process that compares
+
+
 class Worker:
-    """The processes of one side. turn() -> what take_turn says on rank 0; raises what they raise."""
+    """The processes of one side."""
 
     def __init__(self, side: Side, device: torch.device):
         with socket.socket() as s:  # a free port, for the processes to find each other
             s.bind(("localhost", 0))
-            port = s.getsockname()[1]
+            _, port = s.getsockname()
         spawn = multiprocessing.get_context("spawn")
         self.pools = [ProcessPoolExecutor(1, spawn) for _ in range(side.processes)]
-        self.ready = [pool.submit(settle, side, device.type, rank, port) for rank, pool in enumerate(self.pools)]
+        self.ready = []
+        for rank, pool in enumerate(self.pools):
+            self.ready.append(pool.submit(settle, side, device.type, rank, port))
 
     def turn(self, least: float) -> dict:
-        least = least if len(self.pools) == 1 else 0  # ranks that count differently would wait for each other for ever
+        """A turn of all processes: what take_turn says on rank 0. Raises what they raise."""
+        if len(self.pools) > 1:
+            least = 0  # ranks that count differently would wait for each other for ever
         answers = [pool.submit(take_turn, least) for pool in self.pools]
-        return [future.result() for future in (*self.ready, *answers)][len(self.ready)]
+        for future in self.ready:
+            future.result()
+        turns = [future.result() for future in answers]
+        return turns[0]
 
     def close(self) -> None:
         for pool in self.pools:
@@ -95,43 +123,86 @@ class Worker:
 
 
 def measure(sides: list[Side], device: torch.device, rounds: int, least: float) -> Iterator[dict]:
-    """A row for each side: medians of `rounds` turns of at least `least` seconds, in turns with its base. `speedup` is of turns
-    side by side, `total` a product of those. A side that fails has an error, and what builds on it builds on its base instead.
-    Processes live no longer than they are needed, so that memory has room for them."""
+    """Yields a row for each side: medians of `rounds` turns of at least `least` seconds.
+
+    A side and its base take turns. The row of a side that fails has an error, and what builds on
+    it builds on its base instead. Processes end as soon as they are not needed any more: memory is
+    for the others.
+    """
     rows: list[dict] = []
     workers: dict[int, Worker] = {}
     for i, side in enumerate(sides):
-        start, pair = time.perf_counter(), [*dict.fromkeys([side.base, i])]
+        start = time.perf_counter()
         workers[i] = Worker(side, device)
         try:
-            first = workers[i].turn(least)  # compilation and the optimizer's moments belong to it
+            first = workers[i].turn(least)  # compiles, and allocates the optimizer's moments
             started = time.perf_counter() - start
             print(f"{side.name}: first run after {started:.1f} s", file=sys.stderr)
             workers[i].turn(least)  # how long is a run?
-            turns = {j: [] for j in pair}
-            for j in pair * rounds:
-                turns[j].append(workers[j].turn(least))
-            row, base = summarize(side, turns[i]), rows[side.base] if side.base != i else None
-            if base:
-                row["beside"] = summarize(sides[side.base], turns[side.base])["median"]
-                row["speedup"] = row["median"] / row["beside"]
-            row["total"] = row["speedup"] * base["total"] if base else 1.0
+            pair = {side.base: workers[side.base], i: workers[i]}
+            turns = alternate(pair, rounds, least)
+            row = compare_with_base(sides, rows, i, turns)
             rows.append(first["returned"] | row | dict(start_s=started, options=side.options))
         except (RuntimeError, MemoryError) as error:  # out of memory, or killed for it
-            rows.append(dict(name=side.name, error=f"{type(error).__name__}: {first_line(error)}"))
-            for j, later in enumerate(sides[i + 1 :], i + 1):
-                later.base = later.base if later.base != i else side.base if side.base != i else j
+            message = f"{type(error).__name__}: {first_line(error)}"
+            rows.append(dict(name=side.name, error=message))
+            replace_base(sides, i)
         yield rows[-1]
-        for j in set(workers) - {later.base for later in sides[i + 1 :]}:
+        needed = {later.base for later in sides[i + 1 :]}
+        for j in set(workers) - needed:
             workers.pop(j).close()
 
 
+def alternate(workers: dict[int, Worker], rounds: int, least: float) -> dict[int, list[dict]]:
+    """`rounds` turns of each of these workers, one beside the other: {its key: its turns}."""
+    turns: dict[int, list[dict]] = {i: [] for i in workers}
+    for _ in range(rounds):
+        for i, worker in workers.items():
+            turns[i].append(worker.turn(least))
+    return turns
+
+
+def compare_with_base(sides: list[Side], rows: list[dict], i: int, turns: dict) -> dict:
+    """The row of side i after its turns with its base.
+
+    `speedup` compares the medians of these turns; `total` is the product of the speed-ups from
+    the first side on.
+    """
+    base = sides[i].base
+    row = summarize(sides[i], turns[i])
+    if base == i:
+        row["total"] = 1.0
+        return row
+    row["beside"] = summarize(sides[base], turns[base])["median"]
+    row["speedup"] = row["median"] / row["beside"]
+    row["total"] = row["speedup"] * rows[base]["total"]
+    return row
+
+
+def replace_base(sides: list[Side], failed: int) -> None:
+    """Gives the sides that build on a failed one its base; or themselves, if it had none."""
+    for j in range(failed + 1, len(sides)):
+        if sides[j].base == failed:
+            base = sides[failed].base
+            sides[j].base = base if base != failed else j
+
+
 def summarize(side: Side, turns: list[dict]) -> dict:
-    """The format of all results: name, unit, the median of the turns and their range, and what else is known."""
+    """The columns of a side: the median of its turns, their range, and what else is known."""
     rates = [side.amount / turn["seconds"] for turn in turns]
     median = statistics.median(rates)
-    row = dict(name=side.name, unit=side.unit, median=median, low=min(rates), high=max(rates), ms=1000 * side.amount / median)
-    row |= {column: median / limit for column, limit in side.limits.items()}
+    row = dict(
+        name=side.name,
+        unit=side.unit,
+        median=median,
+        low=min(rates),
+        high=max(rates),
+        ms=1000 * side.amount / median,
+    )
+    for column, limit in side.limits.items():
+        row[column] = median / limit
     if "waited" in turns[0]["returned"]:
-        row["loader"] = statistics.median(turn["returned"]["waited"] / turn["seconds"] for turn in turns)
-    return row | dict(memory_gb=max(turn["memory"] for turn in turns) / 1e9)
+        parts = [turn["returned"]["waited"] / turn["seconds"] for turn in turns]
+        row["loader"] = statistics.median(parts)
+    row["memory_gb"] = max(turn["memory"] for turn in turns) / 1e9
+    return row

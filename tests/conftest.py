@@ -1,33 +1,49 @@
-"""What the tests share: a small deterministic corpus, a tiny model, and the scripts run as a user runs them."""
+"""What the tests share: a small corpus that is always the same, a tiny model, and the scripts run
+as a user runs them.
+"""
 
 import hashlib
 import json
 import os
+import shlex
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from model import GPT, GPTConfig
-from tokenizer import EOT
+from support.tokenizer import EOT
 
-settings.register_profile("here", deadline=None, derandomize=True, max_examples=50)  # the same examples in every run
+settings.register_profile(
+    "here",
+    derandomize=True,  # the same examples in every run
+    max_examples=50,
+    deadline=None,  # a slow machine is no error
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
+LONGEST = 900  # seconds that a script may take: many times what any needs, even on a busy machine
 
 # a training run of a second or two: tiny model, float32, eager, nothing on the way
-TINY = [
-    *("--n-layer", "2", "--n-head", "2", "--n-embd", "16", "--sequence-length", "16", "--batch-size", "2"),
-    *("--total-batch-size", "64", "--max-steps", "6", "--warmup-steps", "2", "--learning-rate", "0.01"),
-    *("--val-every", "0", "--hellaswag-every", "0", "--sample-every", "0", "--checkpoint-every", "0"),
-    *("--dtype", "float32", "--no-compile", "--device", "cpu"),
-]
+TINY = shlex.split("""
+    --n-layer 2 --n-head 2 --n-embd 16 --sequence-length 16 --batch-size 2
+    --total-batch-size 64 --max-steps 6 --warmup-steps 2 --learning-rate 0.01
+    --val-every 0 --hellaswag-every 0 --sample-every 0 --checkpoint-every 0
+    --dtype float32 --no-compile --device cpu
+""")
+
+
+# -- data
 
 
 def write_shard(path: Path, tokens) -> np.ndarray:
@@ -37,7 +53,9 @@ def write_shard(path: Path, tokens) -> np.ndarray:
 
 
 def documents(num_tokens: int, seed: int, vocab: int = 300) -> np.ndarray:
-    """Random documents of 1 to 40 tokens, each starting with <|endoftext|>, with some structure to learn."""
+    """Random documents of 1 to 40 tokens, each starting with <|endoftext|>, with some structure
+    to learn.
+    """
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, num_tokens) // rng.integers(1, 30, num_tokens)
     tokens[np.cumsum(rng.integers(1, 40, num_tokens)) % num_tokens] = EOT
@@ -56,6 +74,9 @@ def shards(tmp_path) -> Path:
     return directory
 
 
+# -- models
+
+
 @pytest.fixture
 def tiny() -> GPT:
     torch.manual_seed(0)
@@ -63,9 +84,12 @@ def tiny() -> GPT:
 
 
 def random_model(**shape) -> GPT:
-    """A tiny model whose biases and layer norms are random too, so that nothing hides behind a zero or a one."""
+    """A tiny model whose biases and layer norms are random too, so that nothing hides behind a
+    zero or a one.
+    """
     torch.manual_seed(1)
-    model = GPT(GPTConfig(**{**dict(block_size=24, n_layer=2, n_head=2, n_embd=16), **shape}))
+    small = dict(block_size=24, n_layer=2, n_head=2, n_embd=16)
+    model = GPT(GPTConfig(**(small | shape)))
     with torch.no_grad():
         for name, p in model.named_parameters():
             rows = model.config.vocab_size if name == "transformer.wte.weight" else len(p)
@@ -73,9 +97,16 @@ def random_model(**shape) -> GPT:
     return model
 
 
+# -- scripts
+
+
 def environment(**extra) -> dict:
-    """The environment without what torchrun or an outer run left in it; one thread, so that tests may run beside each other."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    """The environment without what torchrun or an outer run left in it; one thread, so that tests
+    may run beside each other.
+    """
+    inherited = dict(os.environ)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        inherited.pop(name, None)
     return {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **extra}
 
 
@@ -86,26 +117,82 @@ def command(script: str, *args, ranks: int = 1) -> list[str]:
     return [*launcher, str(ROOT / script), *map(str, args)]
 
 
-def run_script(script: str, *args, ranks: int = 1, cwd=None, expect: int = 0, **extra) -> subprocess.CompletedProcess:
-    """Runs one of the scripts; fails, with what it printed, if the exit code is not the expected one."""
-    done = subprocess.run(
-        command(script, *args, ranks=ranks),
+def run_program(
+    arguments: list[str], cwd: Path | None = None, **extra
+) -> subprocess.CompletedProcess:
+    """Runs a program to its end; `extra` are variables of its environment."""
+    return subprocess.run(
+        arguments,
         cwd=cwd or ROOT,
         env=environment(**extra),
         capture_output=True,
         text=True,
-        timeout=900,  # many times what any takes, even on a busy machine
+        timeout=LONGEST,
     )
+
+
+def run_script(
+    script: str, *args, ranks: int = 1, cwd: Path | None = None, expect: int = 0, **extra
+) -> subprocess.CompletedProcess:
+    """Runs one of the scripts; fails, with what it printed, if the exit code is not the expected
+    one.
+    """
+    done = run_program(command(script, *args, ranks=ranks), cwd, **extra)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
+@contextmanager
+def started(arguments: list[str]) -> Iterator[subprocess.Popen]:
+    """A process that runs beside the test. If the test fails while it runs, it is ended, too."""
+    process = subprocess.Popen(
+        arguments,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.communicate()
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    """Waits until the process has made a file or directory; fails if it ends before."""
+    while not path.exists():
+        time.sleep(0.01)
+        assert process.poll() is None, process.communicate()
+
+
+# -- training
+
+
+def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
+    """The arguments of a tiny training run: `flags` is one string, split as a shell does."""
+    return [*TINY, "--data-dir", shards, "--log-dir", log_dir, *shlex.split(flags), *more]
+
+
+def train(
+    shards: Path, log_dir: Path, flags: str = "", *more, **how
+) -> subprocess.CompletedProcess:
+    """Runs train_gpt2.py; `how` is run_script's: ranks, expect, variables of the environment."""
+    return run_script("train_gpt2.py", *tiny_run(shards, log_dir, flags, *more), **how)
+
+
+def read_records(log_dir: Path, kind: str | None = None) -> list[dict]:
+    """The lines of metrics.jsonl, or those of one type: run, train, val, samples, ..."""
+    lines = (log_dir / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if kind in (None, record["type"])]
+
+
 def losses(log_dir: Path) -> list[float]:
     """The training loss of each step; fails if one is missing or there twice."""
-    records = [json.loads(line) for line in (log_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [(r["step"], r["loss"]) for r in records if r["type"] == "train"]
-    assert [s for s, _ in steps] == list(range(len(steps)))
-    return [loss for _, loss in steps]
+    records = read_records(log_dir, "train")
+    assert [r["step"] for r in records] == list(range(len(records)))
+    return [r["loss"] for r in records]
 
 
 def weights_hash(directory: Path) -> str:

@@ -13,13 +13,17 @@ from conftest import ROOT, run_script
 
 import bench
 from bench import BenchConfig, Machine
-from benchmarks import hot_paths, recipes, turns
+from benchmarks import hot_paths, recipes, results, training_step, turns
 from benchmarks.turns import Side
-from distributed import World
-from model import GPT, GPTConfig, compiled
-from tokenizer import EOT, VOCAB_SIZE, UserError
+from model import GPT, GPTConfig
+from support.common import UserError
+from support.device import compiled
+from support.distributed import World
+from support.tokenizer import EOT, VOCAB_SIZE
 
-CPU, SIZE = torch.device("cpu"), bench.MODELS["tiny"]
+CPU = torch.device("cpu")
+SIZE = bench.MODELS["tiny"]
+SECONDS = {"a": 4.0, "b": 2.0, "c": 1.0}  # that a fake side's first run takes
 
 
 def machine(**flags) -> Machine:
@@ -46,9 +50,11 @@ class HereWorker:
 
 
 class FakeWorker:
-    """Seconds of a run by the side's name, on a machine that gets slower with every run that anyone makes."""
+    """A run takes as long as the side's name says, on a machine that gets slower with each run."""
 
-    seconds, alive, most_alive, taken = {"a": 4.0, "b": 2.0, "c": 1.0}, set(), 0, 0
+    alive: frozenset[str] = frozenset()
+    most_alive = 0
+    taken = 0
 
     def __init__(self, side, device):
         self.name = side.name
@@ -56,10 +62,10 @@ class FakeWorker:
         FakeWorker.most_alive = max(FakeWorker.most_alive, len(FakeWorker.alive))
 
     def turn(self, least):
-        if self.name not in self.seconds:
+        if self.name not in SECONDS:
             raise torch.OutOfMemoryError("no room\nfor it")
         FakeWorker.taken += 1
-        seconds = self.seconds[self.name] * 1.01**FakeWorker.taken
+        seconds = SECONDS[self.name] * 1.01**FakeWorker.taken
         return dict(seconds=seconds, memory=10**9, returned=dict(loss=9.0, waited=seconds / 50))
 
     def close(self):
@@ -69,22 +75,26 @@ class FakeWorker:
 @pytest.fixture
 def fake_workers(monkeypatch):
     monkeypatch.setattr(turns, "Worker", FakeWorker)
-    FakeWorker.alive, FakeWorker.most_alive, FakeWorker.taken = set(), 0, 0
+    FakeWorker.alive = frozenset()
+    FakeWorker.most_alive = 0
+    FakeWorker.taken = 0
 
 
 def side(name: str, base: int = 0, amount: int = 32, **more) -> Side:
-    return Side(name, bench.training, {}, amount, base=base, **more)
+    return Side(name, training_step.training, {}, amount, base=base, **more)
 
 
 def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss():
     def loss(**switches) -> float:
         torch.manual_seed(0)
-        model = bench.build(**(dict(hf=False, own_loss=True, T=16, pad_vocab_to=1, size=SIZE) | switches))
+        switches = dict(pad_vocab_to=1) | switches
+        model = training_step.make_model(size=SIZE, T=16, **switches)
         with World("cpu") as world:
-            x, y = bench.MadeUpTokens(2, 16, world).next_batch()
+            x, y = training_step.MadeUpTokens(2, 16, world).next_batch()
         return model(x, y)[1].item()
 
-    assert loss() == pytest.approx(loss(own_loss=False), rel=1e-5) == pytest.approx(loss(pad_vocab_to=128), rel=1e-5)
+    assert loss() == pytest.approx(loss(own_loss=False), rel=1e-5)
+    assert loss() == pytest.approx(loss(pad_vocab_to=128), rel=1e-5)
     assert abs(loss(hf=True) - math.log(VOCAB_SIZE)) < 0.5
 
 
@@ -92,7 +102,8 @@ def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss()
 def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_plain_one():
     def loss_and_gradients(plain: bool) -> tuple:
         torch.manual_seed(0)
-        model = bench.build(False, not plain, 16, 128, dict(n_layer=2, n_head=2, n_embd=16))
+        size = dict(n_layer=2, n_head=2, n_embd=16)
+        model = training_step.make_model(size=size, T=16, own_loss=not plain)
         x = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
         step = model if plain else compiled(model, recompute=True)
         step(x[:, :-1], x[:, 1:])[1].backward()  # compiles it
@@ -100,11 +111,13 @@ def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_pla
         with torch.profiler.profile() as profile:
             loss = step(x[:, :-1], x[:, 1:])[1]
             loss.backward()
-        [attention] = [e.count for e in profile.key_averages() if e.key == "aten::_scaled_dot_product_flash_attention_for_cpu"]
-        assert attention == 2, "one for each layer in the forward pass, and none in the backward pass"
+        kernel = "aten::_scaled_dot_product_flash_attention_for_cpu"
+        [attention] = [e.count for e in profile.key_averages() if e.key == kernel]
+        assert attention == 2, "one for each layer in the forward pass, none in the backward pass"
         return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
-    (loss, gradients), (plain_loss, plain_gradients) = loss_and_gradients(False), loss_and_gradients(True)
+    loss, gradients = loss_and_gradients(plain=False)
+    plain_loss, plain_gradients = loss_and_gradients(plain=True)
     assert loss == pytest.approx(plain_loss, rel=1e-6)
     for name, plain in plain_gradients.items():
         assert torch.allclose(gradients[name], plain, rtol=1e-4, atol=1e-7), name
@@ -113,7 +126,8 @@ def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_pla
 def test_a_rung_without_fused_attention_never_calls_its_kernel():
     def kernels(flash: bool) -> set[str]:
         with World("cpu") as world:
-            run = bench.training(world, **(machine().step("").options | dict(flash=flash)))
+            options = machine().step("").options | dict(flash=flash)
+            run = training_step.training(world, **options)
             with torch.profiler.profile() as profile:
                 assert abs(run()["loss"] - math.log(VOCAB_SIZE)) < 0.5
         return {e.key for e in profile.key_averages() if "flash" in e.key}
@@ -123,10 +137,11 @@ def test_a_rung_without_fused_attention_never_calls_its_kernel():
 
 
 def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_it_builds_on(monkeypatch):
-    m, seen = machine(), []
+    m = machine()
+    seen = []
     m.why_not_compile = ""
     monkeypatch.setattr(bench, "measure", lambda sides, *_: seen.extend(sides) or iter(()))
-    list(bench.ladder(m))
+    list(bench.climb_ladder(m))
     for rung in seen[1:]:
         base = seen[rung.base].options
         assert sum(base[key] != value for key, value in rung.options.items()) == 1, rung.name
@@ -138,38 +153,47 @@ def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_it_builds_on(monk
 
 def test_ratios_are_of_turns_side_by_side_and_chains_of_them(fake_workers):
     limits = {"MFU": 160.0}
-    rows = list(turns.measure([side("a"), side("b", limits=limits), side("c", 1, amount=64)], CPU, 3, 0.0))
-    assert rows[1]["speedup"] == pytest.approx(2 / 1.01)  # the machine slows down by 1% a turn, not by all it did before
+    sides = [side("a"), side("b", limits=limits), side("c", 1, amount=64)]
+    rows = list(turns.measure(sides, CPU, 3, 0.0))
+    # the machine slows down by 1% a turn, not by all it did before
+    assert rows[1]["speedup"] == pytest.approx(2 / 1.01)
     assert rows[2]["speedup"] == pytest.approx(4 / 1.01)
     assert rows[2]["total"] == pytest.approx(rows[1]["speedup"] * rows[2]["speedup"])
-    assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160) and rows[1]["low"] < rows[1]["median"] < rows[1]["high"]
+    assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160)
+    assert rows[1]["low"] < rows[1]["median"] < rows[1]["high"]
     assert rows[0]["loader"] == pytest.approx(0.02) and rows[0]["loss"] == 9.0
     assert FakeWorker.most_alive == 2 and not FakeWorker.alive
 
 
 @pytest.mark.parametrize("names", [["a", "too large", "b"], ["too large", "a", "b"]])
 def test_a_side_that_fails_says_why_and_the_next_builds_on_what_it_built_on(fake_workers, names):
-    rows = list(turns.measure([side(names[0]), side(names[1]), side(names[2], base=1)], CPU, 1, 0.0))
+    sides = [side(names[0]), side(names[1]), side(names[2], base=1)]
+    rows = list(turns.measure(sides, CPU, 1, 0.0))
     assert [row["name"] for row in rows] == names
     assert rows[names.index("too large")]["error"] == "OutOfMemoryError: no room"
     assert rows[2]["total"] == pytest.approx(2 / 1.01) and not FakeWorker.alive
-    assert "OutOfMemoryError: no room" in bench.table(rows)
+    assert "OutOfMemoryError: no room" in results.format_table(rows)
 
 
 def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monkeypatch, tmp_path):
     monkeypatch.setattr(turns, "Worker", HereWorker)
     monkeypatch.setattr(hot_paths, "NEW", 4)
-    one = dict(ctx="A man sits", endings=["on a roof.", "in it", "up and goes on", "no"], label=1)
-    (tmp_path / "examples.jsonl").write_text(
-        "".join(json.dumps(one | dict(ind=i, split_type="zeroshot")) + "\n" for i in (1, 2))
-    )
+    endings = ["on a roof.", "in it", "up and goes on", "no"]
+    one = dict(ctx="A man sits", endings=endings, label=1, split_type="zeroshot")
+    lines = [json.dumps(one | dict(ind=i)) + "\n" for i in (1, 2)]
+    (tmp_path / "examples.jsonl").write_text("".join(lines))
     m = machine(hellaswag_path=str(tmp_path / "examples.jsonl"), sequence_length=16)
     n = m.config.batch_size * 16
-    generated, scored, lengths = list(bench.generate(m)), list(bench.score(m)), list(bench.attend(m))
-    assert len(generated) == 6 and len(scored) == 2 and [row["T"] for row in lengths] == [32, 32, 64, 64]
+    generated = list(hot_paths.compare_generation(m))
+    scored = list(hot_paths.compare_scoring(m))
+    lengths = list(hot_paths.compare_attention(m))
+    assert len(generated) == 6 and len(scored) == 2
+    assert [row["T"] for row in lengths] == [32, 32, 64, 64]
     assert all(row["of limit"] > 0 and row["total"] > 0 for row in generated + scored)
     assert scored[0]["right"] == scored[1]["right"]
-    assert [row["name"] for row in bench.optimizers(m)] == [f"an update every {n} tokens: {name}" for name in ("AdamW", "Muon")]
+    every = f"an update every {n} tokens"
+    names = [row["name"] for row in bench.compare_optimizers(m)]
+    assert names == [f"{every}: AdamW", f"{every}: Muon"]
     assert "of a step of 524,288 tokens" in m.notes[-1]
 
 
@@ -177,34 +201,56 @@ def test_scoring_one_by_one_is_what_hellaswag_py_does():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=64, **SIZE)).eval()
     words = ["the", "man", "puts", "his", "hands", "on", "a", "table", "and", "looks", "up"]
-    examples = [
-        dict(ctx=" ".join(words[i:]), endings=[" ".join(words[: i + k]) for k in (1, 2, 3, 4)], label=i % 4) for i in range(6)
-    ]
+    examples = []
+    for i in range(6):
+        endings = [" ".join(words[: i + k]) for k in (1, 2, 3, 4)]
+        examples.append(dict(ctx=" ".join(words[i:]), endings=endings, label=i % 4))
     right = hot_paths.hellaswag.evaluate(model, examples, CPU)["num_correct_norm"]
     assert hot_paths.score_one_by_one(model, examples, CPU, torch.float32) == right
 
 
 def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
-    """Best at 4e-3 for AdamW, at 16e-3 for Muon, which is there in half of the steps; above 0.02 it diverges."""
+    """Best at 4e-3 for AdamW, at 16e-3 for Muon, which is there in half of the steps.
+
+    Above 0.02 it diverges.
+    """
     if learning_rate > 0.02:
         return dict(error="diverged")
-    best = {"adamw": 4e-3, "muon": 16e-3}[optimizer]
-    last = 3.0 + abs(math.log(learning_rate / best)) - (1.0 if optimizer == "muon" else 0.0)
-    losses = [5.0, 4.0, 3.5, 3.2, last] if optimizer == "adamw" else [5.0, 4.0, 3.0, 2.5, last]
+    if optimizer == "adamw":
+        last = 3.0 + abs(math.log(learning_rate / 4e-3))
+        losses = [5.0, 4.0, 3.5, 3.2, last]
+    else:
+        last = 2.0 + abs(math.log(learning_rate / 16e-3))
+        losses = [5.0, 4.0, 3.0, 2.5, last]
     return dict(val_loss=last, losses=losses, tokens=[0, 1, 2, 3, 4])
 
 
 def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
     trained = []
-    monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: trained.append(name) or fake_recipe(c, name, **v))
+    # AdamW's first turns: a slow minute
+    timed = {"adamw": dict(median=500), "muon": dict(median=800, beside=1000)}
+
+    def train_recipe(c, name, **values):
+        trained.append(name)
+        return fake_recipe(c, name, **values)
+
+    def measure(sides):
+        return [dict(name=side.name) | timed[side.options["optimizer"]] for side in sides]
+
+    monkeypatch.setattr(recipes, "train_recipe", train_recipe)
     m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
-    timed = {"adamw": dict(median=500), "muon": dict(median=800, beside=1000)}  # AdamW's first turns: a slow minute
-    monkeypatch.setattr(m, "measure", lambda sides: [dict(name=s.name) | timed[s.options["optimizer"]] for s in sides])
+    monkeypatch.setattr(m, "measure", measure)
     rows = list(recipes.sweep_recipes(m))
-    assert trained[:4] == ["1M adamw 0.002 seed 0", "1M adamw 0.004 seed 0", "1M adamw 0.008 seed 0", "1M adamw 0.004 seed 1"]
+    assert trained[:4] == [
+        "1M adamw 0.002 seed 0",
+        "1M adamw 0.004 seed 0",
+        "1M adamw 0.008 seed 0",
+        "1M adamw 0.004 seed 1",
+    ]
     assert trained[-2:] == ["1M muon 0.032 seed 0", "1M muon 0.016 seed 1"]
     (note,) = m.notes
-    assert "0.50 of its tokens (0.50 to 0.50) and 0.62 of its time" in note and "2 seed(s)" in note
+    assert "0.50 of its tokens (0.50 to 0.50) and 0.62 of its time" in note
+    assert "2 seed(s)" in note
     assert [row["name"] for row in rows] == [*trained, "1M adamw, a step", "1M muon, a step"]
     monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: dict(error="diverged"))
     with pytest.raises(UserError, match=r"no learning rate of \[0\.002, 0\.004\] gave a loss"):
@@ -212,53 +258,71 @@ def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
 
 
 def test_recipes_train_on_pieces_of_documents_in_another_order(shards, tmp_path):
-    with pytest.raises(UserError, match=r"nowhere does not exist: make .* with python -m benchmarks\.recipes"):
-        bench.check(BenchConfig(recipes=True, data_dir="nowhere"))
+    missing = r"nowhere does not exist: make .* with python -m benchmarks\.recipes"
+    with pytest.raises(UserError, match=missing):
+        bench.check_flags(BenchConfig(recipes=True, data_dir="nowhere"))
     recipes.cut_documents(str(shards), str(tmp_path / "pieces"), most=8)
-    before, after = (np.load(folder / "toy_train_000001.npy") for folder in (shards, tmp_path / "pieces"))
+    before = np.load(shards / "toy_train_000001.npy")
+    after = np.load(tmp_path / "pieces" / "toy_train_000001.npy")
     starts = np.flatnonzero(after == EOT)
     assert starts[0] == 0 and np.diff(starts).max() == 8 and after.dtype == np.uint16
     assert sorted(after[after != EOT]) == sorted(before[before != EOT])
     assert (after[:100] != before[:100]).any()
     with pytest.raises(UserError, match="is there already"):
         recipes.cut_documents(str(shards), str(tmp_path / "pieces"))
-    with pytest.raises(UserError, match=r"no shards in .*nothing: make them with python fineweb\.py"):
+    missing = r"no shards in .*nothing: make them with python fineweb\.py"
+    with pytest.raises(UserError, match=missing):
         recipes.cut_documents(str(tmp_path / "nothing"), str(tmp_path / "none"))
 
 
 def test_a_recipe_is_a_run_of_training_and_never_trained_twice(shards, tmp_path, monkeypatch):
-    config = BenchConfig(data_dir=str(shards), recipe_steps=2, compile=False, dtype="float32", out=str(tmp_path / "out"))
+    config = BenchConfig(
+        data_dir=str(shards),
+        recipe_steps=2,
+        compile=False,
+        dtype="float32",
+        out=str(tmp_path / "out"),
+    )
     recipe = dict(optimizer="muon", learning_rate=1e-3, seed=0, **SIZE)
     row = recipes.train_recipe(config, "tiny muon", **recipe)
-    assert row["tokens"] == [0, 2048, 4096] and len(row["losses"]) == 3 and row["val_loss"] == row["losses"][-1] < 10.9
-    monkeypatch.setattr(recipes.subprocess, "run", lambda command, **_: SimpleNamespace(returncode=1, stderr="trained again"))
+    assert row["tokens"] == [0, 2048, 4096] and len(row["losses"]) == 3
+    assert row["val_loss"] == row["losses"][-1] < 10.9
+    again = SimpleNamespace(returncode=1, stderr="trained again")
+    monkeypatch.setattr(recipes.subprocess, "run", lambda command, **_: again)
     assert recipes.train_recipe(config, "tiny muon", **recipe) == row
-    with pytest.raises(UserError, match="trained again"):  # another recipe under the same name is another run
-        recipes.train_recipe(config, "tiny muon", **recipe | dict(seed=1))
+    other = recipe | dict(seed=1)
+    with pytest.raises(UserError, match="trained again"):  # under the same name, but another run
+        recipes.train_recipe(config, "tiny muon", **other)
 
 
 def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):
-    flags = ["--model", "tiny", "--sequence-length", 16, "--rounds", 1, "--turn", 0, "--no-compile", "--sweep", "batch"]
-    printed = run_script("bench.py", *flags, "--max-batch", 1, "--out", tmp_path / "here").stdout
-    assert "tokens/s" in printed and "MFU" in printed and "MFU bf16" in printed and "measured here" in printed
+    flags = ["--model", "tiny", "--sequence-length", 16, "--rounds", 1, "--turn", 0]
+    flags += ["--no-compile", "--sweep", "batch", "--max-batch", 1, "--out", tmp_path / "here"]
+    printed = run_script("bench.py", *flags).stdout
+    assert "tokens/s" in printed and "measured here" in printed
+    assert "MFU" in printed and "MFU bf16" in printed
     result = json.loads((tmp_path / "here.json").read_text())
-    assert result["versions"]["torch"] and result["git"] and "bench.py --model tiny" in result["command"]
+    assert result["versions"]["torch"] and result["git"]
+    assert "bench.py --model tiny" in result["command"]
     (row,) = result["benchmarks"]["sweep"]["rows"]
-    assert row["name"] == "B 1" and row["options"]["compile"] is False and row["loader"] < 1
+    assert row["name"] == "B 1" and row["options"]["compile"] is False
+    assert row["loader"] < 1
     result["device"]["name"] = "another machine"
     (tmp_path / "there.json").write_text(json.dumps(result))
     both = ["--report", tmp_path / "here.json", tmp_path / "there.json", "--out", tmp_path / "both"]
     lines = run_script("bench.py", *both).stdout.splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert len({len(line) for line in table}) == 1 and len(table) == 4  # aligned: heading, rule, one row for each machine
-    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "here.png").exists()
+    assert len({len(line) for line in table}) == 1  # aligned
+    assert len(table) == 4  # heading, rule, one row for each machine
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "here.png").exists()
 
 
 def test_mistakes_are_told_together_and_in_one_line(monkeypatch):
     with pytest.raises(UserError, match=r"--rounds 0: at least 1; --scales 2M: one of 1M, 3M, 8M"):
-        bench.check(BenchConfig(rounds=0, scales=("2M",)))
+        bench.check_flags(BenchConfig(rounds=0, scales=("2M",)))
     with pytest.raises(UserError, match=r"not a result of bench\.py"):
-        bench.read_result(str(Path(ROOT, "pyproject.toml")))
+        results.read_result(str(Path(ROOT, "pyproject.toml")))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="not torchrun"):
-        bench.check(BenchConfig())
+        bench.check_flags(BenchConfig())

@@ -1,15 +1,21 @@
-"""fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program on the way."""
+"""fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program."""
 
+import copy
+import errno
+import gzip
 import hashlib
 import json
 import os
 import random
 import re
+import shutil
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -23,31 +29,24 @@ import pytest
 from tqdm import tqdm
 
 import fineweb
-from fineweb import (
-    Benchmark,
-    Seen,
-    Text,
-    UserError,
-    cut_out,
-    documents,
-    encode,
-    find_files,
-    held_out,
-    pack,
-    token_stream,
-    tokenize,
-)
-from tokenizer import EOT, get_tokenizer
+import hellaswag
+from fineweb import Config, choose_val_tokens, encode, pack, stream_tokens, tokenize
+from support import common, filters, sources, web
+from support.common import UserError
+from support.filters import Benchmark, Seen, cut_out
+from support.sources import Text, find_files, read_batches
+from support.tokenizer import EOT, get_tokenizer
 
 ROOT = Path(__file__).parent.parent
 FINEWEB = str(ROOT / "fineweb.py")
 
+IN_A_PLANE = (0x41, 0xE9, 0x1234, 0xFFFD, 0xFFFF)  # some characters of each plane of Unicode
 NASTY = [
     "",
     "x",
     "ab" * 500_000,  # a megabyte without a space
     "<|endoftext|> is text here: <|endoftext|><|endoftext|>",
-    "".join(chr(plane * 0x10000 + i) for plane in range(17) for i in (0x41, 0xE9, 0x1234, 0xFFFD, 0xFFFF)),  # every plane
+    "".join(chr(plane * 0x10000 + i) for plane in range(17) for i in IN_A_PLANE),
     "\x00\x01\r\n\r\n\t \u00a0\u3000\u2028 ends in spaces   ",
     "don't 'tis it's I'LL 12345 مرحبا 你好 🙂🏽 e\u0301",
     "\n" * 3000,
@@ -61,7 +60,8 @@ def run(*args, code=0, method="", env=None, **kwargs) -> subprocess.CompletedPro
     if method:  # of starting workers, as a platform or a user may choose it
         command = [sys.executable, "-c", STARTER.format(method=method)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
-    done = subprocess.run([*command, *map(str, args)], capture_output=True, text=True, env=env, timeout=120, **kwargs)
+    command += map(str, args)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, **kwargs)
     assert done.returncode == code, done.stderr + done.stdout
     if code == 1:
         assert len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -74,7 +74,7 @@ import fineweb
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")
     sys.argv[0] = "fineweb.py"
-    fineweb.command()
+    fineweb.run_and_exit()
 """
 
 
@@ -115,25 +115,37 @@ def texts_in(tokens: np.ndarray) -> list[str]:
 
 
 def write_parquet(path: Path, texts, group: int = 50) -> Path:
-    columns = {"text": texts, "id": [f"<urn:{i}>" for i in range(len(texts))], "token_count": list(range(len(texts)))}
-    pq.write_table(pa.table(columns), path, row_group_size=group, compression="none", use_dictionary=False)
+    columns = {
+        "text": texts,
+        "id": [f"<urn:{i}>" for i in range(len(texts))],
+        "token_count": list(range(len(texts))),
+    }
+    pq.write_table(
+        pa.table(columns), path, row_group_size=group, compression="none", use_dictionary=False
+    )
     return path
 
 
 def write_jsonl(path: Path, texts, column: str = "text") -> Path:
-    path.write_text("\n".join(json.dumps({"id": i, column: text}) for i, text in enumerate(texts)) + "\n")
+    lines = [json.dumps({"id": i, column: text}) + "\n" for i, text in enumerate(texts)]
+    path.write_text("".join(lines))
     return path
 
 
 def prose(count: int, seed: int = 0, words: int = 60) -> list[str]:
+    """Documents of random words, on average `words` of them."""
     choose = random.Random(seed)
-    return [" ".join(choose.choices(WORDS, k=choose.randrange(1, 2 * words))) + "." for _ in range(count)]
+    texts = []
+    for _ in range(count):
+        length = choose.randrange(1, 2 * words)
+        texts.append(" ".join(choose.choices(WORDS, k=length)) + ".")
+    return texts
 
 
 WORDS = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in range(400)]
 
 
-# ---- tokens ----------------------------------------------------------------------------------------------------------
+# -- tokens
 
 
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
@@ -144,7 +156,8 @@ def test_a_text_has_the_tokens_that_tiktoken_gives_it(text):
 def test_lone_surrogates_become_the_replacement_character_as_in_tiktoken():
     tokens = np.concatenate(encode(SURROGATES)).tolist()
     assert tokens == get_tokenizer().encode_ordinary(SURROGATES)
-    assert get_tokenizer().decode(tokens) == "lone \ufffd high, low \ufffd, a pair 😀, the wrong way \ufffd\ufffd"
+    text = get_tokenizer().decode(tokens)
+    assert text == "lone \ufffd high, low \ufffd, a pair 😀, the wrong way \ufffd\ufffd"
 
 
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n"])
@@ -153,9 +166,13 @@ def test_a_million_spaces_do_not_stop_tiktoken(space):
     assert get_tokenizer().decode(np.concatenate(encode(text)).tolist()) == text
 
 
-@pytest.mark.parametrize("text", ["a" + " " * 9 + "b", " " * 8 + "b", "a" + " " * 9, " " * 9, "\n\n\n\n\n\n x \t\t\t\t\t\t\n!"])
+@pytest.mark.parametrize(
+    "text",
+    ["a" + " " * 9 + "b", " " * 8 + "b", "a" + " " * 9, " " * 9, "\n\n\n\n\n\n x \t\t\t\t\t\t\n!"],
+)
 def test_long_spaces_have_the_same_tokens_in_parts(text, monkeypatch):
-    monkeypatch.setattr(fineweb, "LAST_SPACE", re.compile(fineweb.LAST_SPACE.pattern.replace("100000", "5")))
+    of_five = fineweb.LAST_SPACE.pattern.replace("100000", "5")
+    monkeypatch.setattr(fineweb, "LAST_SPACE", re.compile(of_five))
     padded = text + "y" * 100_001  # long enough to be looked at
     assert np.concatenate(encode(padded)).tolist() == get_tokenizer().encode_ordinary(padded)
     padded = "y" * 100_001 + "\n" + text
@@ -164,42 +181,37 @@ def test_long_spaces_have_the_same_tokens_in_parts(text, monkeypatch):
 
 def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     choose = random.Random(5)
-    alphabet = [
-        "a",
-        "Bc",
-        " ",
-        "  ",
-        "\n",
-        "\r\n",
-        "\t",
-        "'",
-        "'s",
-        "é",
-        "你",
-        "🙂",
-        "12",
-        "!",
-        "\u3000",
-        "\u0085",
-        "\x1c",
-        "<|endoftext|>",
-    ]
+    alphabet = ["a", "Bc", " ", "  ", "\n", "\r\n", "\t", "'", "'s", "é", "你", "🙂", "12", "!"]
+    alphabet += ["\u3000", "\u0085", "\x1c", "<|endoftext|>"]
     for size in (1, 7, 16, 50):
-        monkeypatch.setattr(fineweb, "STRETCH", size)
+        monkeypatch.setattr(sources, "STRETCH", size)
         for _ in range(40):
             text = "".join(choose.choices(alphabet, k=choose.randrange(60)))
             (tmp_path / "a.txt").write_bytes(text.encode())
-            pieces = list(fineweb.read_text(str(tmp_path / "a.txt"), ""))
+            pieces = list(sources.read_text(str(tmp_path / "a.txt")))
             assert "".join(piece.text for piece in pieces) == text
             assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
             assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-            assert [token for piece in pieces for part in encode(piece.text) for token in part] == expected([text])[1:].tolist()
+            parts = [part for piece in pieces for part in encode(piece.text)]
+            assert np.concatenate(parts).tolist() == expected([text])[1:].tolist()
+
+
+def test_a_long_text_file_without_a_space_is_read_in_linear_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "STRETCH", 5000)
+    path = tmp_path / "a.txt"
+    seconds = []
+    for stretches in (100, 800):
+        path.write_text("x" * 5000 * stretches)
+        began = time.process_time()
+        assert len(list(sources.read_text(str(path)))) == 1
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 0.5 + 24 * seconds[0]  # it took 50 times as long
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(fineweb, "STRETCH", 40)
-    monkeypatch.setattr(fineweb, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(sources, "STRETCH", 40)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 1)
     texts = [*prose(230, words=5), None, ""]
     path = tmp_path / f"corpus.{kind}"
     if kind == "txt":
@@ -209,36 +221,44 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     else:
         write_parquet(path, texts, group=17)
     files = [*find_files(str(path), "text"), *find_files(str(path), "text")]
-    batches = list(documents(files))
+    batches = list(read_batches(files))
     n = len(batches) // 2
     assert n > 150 and [place for place, _ in batches] == [(i, j) for i in (0, 1) for j in range(n)]
     for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
-        assert list(documents(files, *batches[i][0])) == batches[i:]
+        assert list(read_batches(files, *batches[i][0])) == batches[i:]
 
 
-# ---- the stream and its shards ---------------------------------------------------------------------------------------
+# -- the stream and its shards
 
 
 def stream_of(texts, size, cursor=None, limit=10**9):
-    """What the workers and `token_stream` make of texts that come `size` at a time, from a cursor on."""
-    first = cursor["text"] if cursor else 0
-    results = [((0, i), tokenize([Text(text) for text in texts[i : i + size]])) for i in range(first, len(texts), size)]
-    counts = np.array(list(cursor["counts"].values()) if cursor else [0] * len(fineweb.COUNTS))
-    return token_stream(iter(results), limit, None, counts, tqdm(disable=True)), counts
+    """What the workers and `stream_tokens` make of texts, `size` at a time, from a cursor on."""
+    first = 0
+    counts = np.zeros(len(filters.COUNTS), int)
+    if cursor:
+        first = cursor["text"]
+        counts[:] = list(cursor["counts"].values())
+    batches = []
+    for i in range(first, len(texts), size):
+        batches.append(((0, i), tokenize([Text(text) for text in texts[i : i + size]])))
+    return stream_tokens(iter(batches), limit, None, counts, tqdm(disable=True)), counts
 
 
 @pytest.mark.parametrize("shard_size", [1, 64, 777, 1500])
 def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_size):
     texts = prose(60, words=20)
     whole = expected(texts)
-    shards = [(i, np.concatenate(parts), cursor) for i, parts, cursor in pack(stream_of(texts, 7)[0], shard_size, 0)]
+    packed = pack(stream_of(texts, 7)[0], shard_size, 0)
+    shards = [(i, np.concatenate(parts), cursor) for i, parts, cursor in packed]
     assert np.array_equal(np.concatenate([tokens for _, tokens, _ in shards]), whole)
     assert [index for index, _, _ in shards] == list(range(len(shards)))
-    assert {len(tokens) for _, tokens, _ in shards[:-1]} <= {shard_size} if len(whole) >= 2 * shard_size else True
+    if len(whole) >= 2 * shard_size:
+        assert {len(tokens) for _, tokens, _ in shards[:-1]} <= {shard_size}
     for i in range(0, len(shards) - 1, 1 + len(shards) // 20):
         index, _, cursor = shards[i]
         rest = list(pack(stream_of(texts, 7, cursor)[0], shard_size, 0, index + 1, cursor["token"]))
-        assert [(a, np.concatenate(b).tolist(), c) for a, b, c in rest] == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
+        rest = [(a, np.concatenate(b).tolist(), c) for a, b, c in rest]
+        assert rest == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
 
 
 def test_a_stream_ends_at_the_limit_and_counts_only_what_it_has_used():
@@ -267,7 +287,8 @@ def test_a_stream_ends_at_the_limit_and_counts_only_what_it_has_used():
 )
 def test_the_first_tokens_are_held_out(lengths, shard_size, val_tokens, held):
     tokens = np.concatenate([[EOT] + [1] * (n - 1) for n in lengths]).astype(np.uint16)
-    assert held_out(np.array_split(tokens[: 2 * shard_size], 7), shard_size, val_tokens) == held
+    head = np.array_split(tokens[: 2 * shard_size], 7)
+    assert choose_val_tokens(head, shard_size, val_tokens) == held
 
 
 def test_a_corpus_that_leaves_nothing_to_train_on_is_refused():
@@ -277,7 +298,7 @@ def test_a_corpus_that_leaves_nothing_to_train_on_is_refused():
         list(pack(stream_of([], 1)[0], 100, 0))
 
 
-# ---- filters ---------------------------------------------------------------------------------------------------------
+# -- filters
 
 
 def test_hashes_are_remembered_in_about_16_bytes_and_over_a_restart(tmp_path):
@@ -288,10 +309,11 @@ def test_hashes_are_remembered_in_about_16_bytes_and_over_a_restart(tmp_path):
     seen = Seen(tmp_path / "hashes", 0)
     assert [seen.add(h) for h in hashes] == [True] * len(hashes)
     assert not any(seen.add(h) for h in hashes)
-    seen.save()
-    again = Seen(tmp_path / "hashes", 15_000)  # the manifest that should have followed the last 5,000 is lost
+    seen.write_to_disk()
+    # the manifest that should have followed the last 5,000 is lost
+    again = Seen(tmp_path / "hashes", 15_000)
     assert [again.add(h) for h in hashes] == [False] * 15_000 + [True] * 5_000
-    again.save()
+    again.write_to_disk()
     assert (tmp_path / "hashes").read_bytes() == b"".join(hashes) and again.count == 20_000
     many = Seen(tmp_path / "many", 0)
     for i in range(300_000):
@@ -315,8 +337,10 @@ def test_shared_runs_of_13_words_are_found_wherever_they_stand():
     for _ in range(300):
         filler = choose.choices([*vocabulary, "unheard", "of"], k=choose.randrange(30))
         copied = choose.choice(benchmark).upper().split()
-        texts.append(" \n".join([*filler, *copied[choose.randrange(5) : choose.randrange(10, 40)], *filler[:3]]))
-    found, slow = [Benchmark(benchmark).find(text) for text in texts], [slow_matches(text, benchmark) for text in texts]
+        copied = copied[choose.randrange(5) : choose.randrange(10, 40)]
+        texts.append(" \n".join([*filler, *copied, *filler[:3]]))
+    found = [Benchmark(benchmark).find(text) for text in texts]
+    slow = [slow_matches(text, benchmark) for text in texts]
     assert 20 < sum(map(bool, slow)) < 280
     assert found == slow
 
@@ -324,11 +348,13 @@ def test_shared_runs_of_13_words_are_found_wherever_they_stand():
 def test_a_match_is_cut_with_200_characters_on_each_side():
     run = " ".join(f"w{i}" for i in range(13))
     benchmark = Benchmark([run])
-    before, after = "a " * 300, " b" * 250
+    before = "a " * 300
+    after = " b" * 250
     text = before + run.upper() + "," + after
     left, cuts = cut_out(text, benchmark.find(text))
     assert (left, cuts) == ([(0, 400), (len(before + run) + 1 + 200, len(text))], 1)
-    text = "a " * 199 + run + " b" * 200 + " " + run + " b" * 199  # 198, 1 and 198 characters would be left
+    # 198, 1 and 198 characters would be left
+    text = "a " * 199 + run + " b" * 200 + " " + run + " b" * 199
     assert cut_out(text, benchmark.find(text)) == ([], 2)
     text = "c " * 150 + (run + " b" * 210 + " ") * 11
     assert cut_out(text, benchmark.find(text)) == ([], 11)
@@ -337,25 +363,30 @@ def test_a_match_is_cut_with_200_characters_on_each_side():
     assert cuts == 10 and left == [(0, 300), (len(text) - 221, len(text))]
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# -- the command
 
 
 def test_importing_does_no_work_and_needs_neither_torch_nor_datasets():
     heavy = {"torch", "datasets", "pyarrow", "tyro", "tiktoken", "requests", "tqdm"}
     code = f"import sys, fineweb; print(*sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout == "\n"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
 
 
-@pytest.mark.parametrize(("method", "workers"), [("fork", 1), ("spawn", 2), ("forkserver", 2), ("fork", 7)])
+@pytest.mark.parametrize(
+    ("method", "workers"), [("fork", 1), ("spawn", 2), ("forkserver", 2), ("fork", 7)]
+)
 def test_every_document_comes_back_exactly_with_any_workers(tmp_path, method, workers, monkeypatch):
     texts = [*NASTY, *prose(1200, words=10)]
     (tmp_path / "a.txt").write_bytes(NASTY[4].encode() + b"\r\n" + " ".join(prose(20)).encode())
-    sources = [
+    paths = [
         write_parquet(tmp_path / "a.parquet", texts),
         write_jsonl(tmp_path / "b.jsonl", [*texts[:20], SURROGATES]),
         tmp_path / "a.txt",
     ]
-    run("--source", *sources, "--data-dir", tmp_path / "out", "--shard-size", 50_000, "--workers", workers, method=method)
+    options = ["--data-dir", tmp_path / "out", "--shard-size", 50_000, "--workers", workers]
+    run("--source", *paths, *options, method=method)
     tokens = tokens_in(tmp_path / "out")
     everything = [*texts, *texts[:20], SURROGATES, (tmp_path / "a.txt").read_bytes().decode()]
     assert np.array_equal(tokens, expected(everything))
@@ -369,7 +400,8 @@ def test_a_finished_directory_says_so_and_other_options_are_refused(tmp_path):
     run(*command)
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     again = run(*command, "--workers", 1)
-    assert "nothing to do" in again.stdout and len(again.stdout.splitlines()) == 1 and not again.stderr
+    assert "nothing to do" in again.stdout
+    assert len(again.stdout.splitlines()) == 1 and not again.stderr
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
     other = run(*command[:-1], 501, "--max-tokens", 7, code=1)
     assert "--shard-size 500, not 501; --max-tokens 0, not 7" in other.stderr
@@ -377,34 +409,43 @@ def test_a_finished_directory_says_so_and_other_options_are_refused(tmp_path):
 
 def test_verify_finds_a_damaged_and_a_missing_shard(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", prose(60))
-    command = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 500, "--name", "some"]
+    where = ["--data-dir", tmp_path / "out"]
+    command = ["--source", source, *where, "--shard-size", 500, "--name", "some"]
     run(*command)
-    assert "are as they were written" in run("--verify", "--data-dir", tmp_path / "out").stdout
+    assert "are as they were written" in run("--verify", *where).stdout
     shard = tmp_path / "out" / "some_train_000002.npy"
     data = bytearray(shard.read_bytes())
     data[-3] ^= 1
     shard.write_bytes(data)
-    assert "some_train_000002.npy;" in run("--verify", "--data-dir", tmp_path / "out", code=1).stderr
+    assert "some_train_000002.npy;" in run("--verify", *where, code=1).stderr
     shard.unlink()
-    assert "some_train_000002.npy" in run("--verify", "--data-dir", tmp_path / "out", code=1).stderr
+    assert "some_train_000002.npy" in run("--verify", *where, code=1).stderr
     assert "some_train_000002.npy is missing" in run(*command, code=1).stderr
+
+
+def estimates_in(output: str) -> tuple[int, ...]:
+    """The documents and tokens of which a dry run tells."""
+    told = re.findall(r"([\d,]+) (?:documents|tokens)", output)
+    return tuple(int(n.replace(",", "")) for n in told)
 
 
 def test_a_dry_run_estimates_and_writes_nothing(tmp_path):
     texts = prose(20_000, words=20)
     source = write_parquet(tmp_path / "a.parquet", texts, group=1000)
     done = run("--source", source, "--data-dir", tmp_path / "out", "--dry-run")
-    documents, tokens = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:documents|tokens)", done.stdout))
-    assert abs(documents / 20_000 - 1) < 0.01 and abs(tokens / len(expected(texts[:2000])) / 10 - 1) < 0.1
+    documents, tokens = estimates_in(done.stdout)
+    assert abs(documents / 20_000 - 1) < 0.01
+    assert abs(tokens / len(expected(texts[:2000])) / 10 - 1) < 0.1
     assert not (tmp_path / "out").exists()
 
 
 def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample():
     files = list(find_files("stdlib", "text"))
     assert [file[:2] for file in files] == [file[:2] for file in find_files("stdlib", "text")]
-    assert not any(re.search(r"(^|/)(tests?|idle_test|site-packages)/", file.name) for file in files)
+    left_out = re.compile(r"(^|/)(tests?|idle_test|site-packages)/")
+    assert not any(left_out.search(file.name) for file in files)
     assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
-    batches = list(documents(files))
+    batches = list(read_batches(files))
     pieces = [piece for _, batch in batches for piece in batch]
     assert len(pieces) == len(files) and batches[-1][0] == (len(files) - len(batches[-1][1]), 0)
     i = [file.name for file in files].index("json/decoder.py")
@@ -415,28 +456,28 @@ def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample(
 def test_the_shards_are_cut_at_the_size_and_at_the_limit(tmp_path):
     texts = prose(400)
     source = write_jsonl(tmp_path / "a.jsonl", texts, column="content")
-    command = ["--source", source, "--column", "content", "--shard-size", 1000, "--max-tokens", 4321, "--val-tokens", 300]
+    command = ["--source", source, "--column", "content"]
+    command += ["--shard-size", 1000, "--max-tokens", 4321, "--val-tokens", 300]
     run(*command, "--data-dir", tmp_path / "out", "--name", "mine")
     tokens = tokens_in(tmp_path / "out")
     assert np.array_equal(tokens, expected(texts)[:4321])
-    sizes = [shard["tokens"] for shard in json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]]
-    assert 300 <= sizes[0] < 500 and sizes[1:-1] == [1000] * (len(sizes) - 2) and tokens[sizes[0]] == EOT
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    sizes = [shard["tokens"] for shard in manifest["shards"]]
+    assert 300 <= sizes[0] < 500 and tokens[sizes[0]] == EOT
+    assert sizes[1:-1] == [1000] * (len(sizes) - 2)
 
 
 def test_duplicates_and_benchmark_texts_are_left_out_and_counted(tmp_path):
     secret = " ".join(f"word{i}" for i in range(20))
     padding = prose(2, seed=3, words=400)
-    texts = [
-        *prose(300, words=30),
-        "twice",
-        padding[0] + " " + secret + " " + padding[1],
-        "twice",
-        *prose(300, words=30),
-        "twice",
-    ]
+    some = prose(300, words=30)
+    contaminated = f"{padding[0]} {secret} {padding[1]}"
+    texts = [*some, "twice", contaminated, "twice", *some, "twice"]
     source = write_parquet(tmp_path / "a.parquet", texts)
-    example = {"ctx": " ".join(secret.split()[:10]), "endings": [" ".join(secret.split()[10:]), "a", "b", "c"], "label": 0}
-    (tmp_path / "hellaswag.jsonl").write_text(json.dumps({"ind": 0, **example}) + "\n")
+    context = " ".join(secret.split()[:10])
+    ending = " ".join(secret.split()[10:])
+    example = {"ind": 0, "ctx": context, "endings": [ending, "a", "b", "c"], "label": 0}
+    (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
     filters = ["--deduplicate", "--decontaminate", "--hellaswag-path", tmp_path / "hellaswag.jsonl"]
     done = run("--source", source, "--data-dir", tmp_path / "out", "--shard-size", 10_000, *filters)
     duplicates = len(texts) - len(set(texts))
@@ -444,25 +485,26 @@ def test_duplicates_and_benchmark_texts_are_left_out_and_counted(tmp_path):
     assert not (tmp_path / "out" / ".hashes").exists()
     kept = texts_in(tokens_in(tmp_path / "out"))
     unique = list(dict.fromkeys(texts))
-    i = unique.index(texts[301])
-    assert kept == [*unique[:i], (padding[0] + " ")[:-200], (" " + padding[1])[200:], *unique[i + 1 :]]
+    i = unique.index(contaminated)
+    unique[i : i + 1] = [(padding[0] + " ")[:-200], (" " + padding[1])[200:]]
+    assert kept == unique
 
 
-# ---- interruptions ---------------------------------------------------------------------------------------------------
+# -- interruptions
 
 
-def start(*args, method="", **kwargs) -> subprocess.Popen:
-    command = [sys.executable, FINEWEB] if not method else [sys.executable, "-c", STARTER.format(method=method)]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    kwargs = {
-        "stdout": subprocess.DEVNULL,
-        "stderr": subprocess.PIPE,
-        "text": True,
-        "start_new_session": True,
-        "env": env,
-        **kwargs,
-    }
-    return subprocess.Popen([*command, *map(str, args)], **kwargs)
+def start(*args, method="") -> subprocess.Popen:
+    command = [sys.executable, FINEWEB]
+    if method:
+        command = [sys.executable, "-c", STARTER.format(method=method)]
+    return subprocess.Popen(
+        [*command, *map(str, args)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
 
 
 def wait_for(condition, seconds=30.0):
@@ -490,13 +532,17 @@ def corpus_with_everything(folder: Path, count: int, decontaminate: bool) -> lis
     choose = random.Random(8)
     texts = prose(count, words=40)
     secrets = [text for text in texts if len(text.split()) > 60][:20]
-    texts = [text + " " + choose.choice(secrets) if choose.random() < 0.1 else text for text in texts]
+    for i, text in enumerate(texts):
+        if choose.random() < 0.1:
+            texts[i] = text + " " + choose.choice(secrets)
     texts += choose.choices(texts, k=count // 5)
     choose.shuffle(texts)
     write_parquet(folder / "a.parquet", texts[: count // 2], group=100)
-    write_jsonl(folder / "b.jsonl", [*texts[count // 2 :], "long " * 9000])  # the last is three shards long
+    three_shards = "long " * 9000
+    write_jsonl(folder / "b.jsonl", [*texts[count // 2 :], three_shards])
     (folder / "c.txt").write_text("\n".join(texts) * 2)
-    options = ["--source", folder / "a.parquet", folder / "b.jsonl", folder / "c.txt", "--shard-size", 3000, "--deduplicate"]
+    options = ["--source", folder / "a.parquet", folder / "b.jsonl", folder / "c.txt"]
+    options += ["--shard-size", 3000, "--deduplicate"]
     if decontaminate:
         rows = [{"ctx": text, "endings": ["a", "b", "c", "d"], "label": 0} for text in secrets]
         (folder / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -505,16 +551,23 @@ def corpus_with_everything(folder: Path, count: int, decontaminate: bool) -> lis
 
 
 def kill_and_restart(folder: Path, times: int, count: int, decontaminate: bool, seed: int) -> None:
-    """A run killed at random moments is byte for byte the run that was left alone, and leaves no process behind."""
+    """A run killed at random moments is byte for byte the run that was left alone.
+
+    It leaves no process behind.
+    """
     choose = random.Random(seed)
     options = corpus_with_everything(folder, count, decontaminate)
     run(*options, "--data-dir", folder / "whole")
-    whole, out = contents(folder / "whole"), folder / "killed"
+    whole = contents(folder / "whole")
+    out = folder / "killed"
     kills = 0
     for i in range(times):
         process = start(*options, "--data-dir", out, method=choose.choice(["fork", "spawn"]))
-        shards = i * len(whole) // times + choose.randrange(2)  # so that the kills are spread over the whole
-        while process.poll() is None and not (len(list(out.glob("*.npy"))) >= shards and (out / "manifest.json").exists()):
+        # so that the kills are spread over the whole
+        shards = i * len(whole) // times + choose.randrange(2)
+        while process.poll() is None:
+            if len(list(out.glob("*.npy"))) >= shards and (out / "manifest.json").exists():
+                break
             time.sleep(0.002)
         time.sleep(choose.random() * 0.02)
         process.kill()
@@ -533,14 +586,16 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tmp_path):
 def test_ctrl_c_ends_everything_within_two_seconds(tmp_path, method):
     source = tmp_path / "a.txt"
     source.write_text("\n".join(prose(2000)) * 100)
-    process = start("--source", source, "--data-dir", tmp_path / "out", "--shard-size", 100_000, method=method)
+    options = ["--source", source, "--data-dir", tmp_path / "out", "--shard-size", 100_000]
+    process = start(*options, method=method)
     wait_for(lambda: len(list((tmp_path / "out").glob("*.npy"))) > 1)
     os.killpg(process.pid, signal.SIGINT)
     began = time.monotonic()
     _, errors = process.communicate(timeout=10)
     wait_for(lambda: not session(process.pid), 2 - (time.monotonic() - began))
     assert process.returncode == 130
-    assert errors.strip().startswith("interrupted: the same command goes on") and len(errors.strip().splitlines()) == 1, errors
+    assert errors.strip().startswith("interrupted: the same command goes on"), errors
+    assert len(errors.strip().splitlines()) == 1, errors
 
 
 def test_a_killed_worker_is_one_sentence_and_resumable(tmp_path):
@@ -551,7 +606,8 @@ def test_a_killed_worker_is_one_sentence_and_resumable(tmp_path):
     wait_for(lambda: len(list((tmp_path / "out").glob("*.npy"))) > 1)
     os.kill(max(session(process.pid)), signal.SIGKILL)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 1 and "a worker was killed" in errors and len(errors.strip().splitlines()) == 1, errors
+    assert process.returncode == 1 and "a worker was killed" in errors, errors
+    assert len(errors.strip().splitlines()) == 1, errors
     run(*options, "--data-dir", tmp_path / "out")
     assert np.array_equal(tokens_in(tmp_path / "out"), expected([source.read_text()]))
 
@@ -570,7 +626,8 @@ def test_a_second_process_on_the_same_directory_is_refused(tmp_path):
 def test_a_full_disk_is_one_sentence_and_resumable(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk], capture_output=True).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a tmpfs is not permitted here")
     try:
         source = write_jsonl(tmp_path / "a.jsonl", prose(2000))
@@ -604,9 +661,18 @@ def damaged(path: Path, texts: list[str], damage: str) -> Path:
         path.write_bytes("\n".join(texts).encode("utf-16"))
     else:
         lines = write_jsonl(path, texts).read_bytes().splitlines()
-        lines[150] = {"no json": b"{what", "no text": b'{"text": 5}', "latin line": '{"text": "é"}'.encode("latin-1")}[damage]
+        bad_lines = {
+            "no json": b"{what",
+            "no text": b'{"text": 5}',
+            "latin line": '{"text": "é"}'.encode("latin-1"),
+        }
+        lines[150] = bad_lines[damage]
         path.write_bytes(b"\n".join(lines))
     return path
+
+
+NO_COLUMN = "has no column 'text' of text but"
+NO_OBJECT = "a JSON object in UTF-8 with a text as its 'text' was expected"
 
 
 @pytest.mark.parametrize(
@@ -614,37 +680,45 @@ def damaged(path: Path, texts: list[str], damage: str) -> Path:
     [
         ("parquet", "parquet", "cannot be read"),
         ("truncated", "parquet", "cannot be read"),
-        ("column", "parquet", "has no column 'text' of text but content (int64), id (string); --column names another"),
-        ("numbers", "parquet", "has no column 'text' of text but text (int64), id (string)"),
+        ("column", "parquet", f"{NO_COLUMN} content (int64), id (string); --column names another"),
+        ("numbers", "parquet", f"{NO_COLUMN} text (int64), id (string)"),
         ("latin", "txt", "is not UTF-8 (byte "),
         ("utf-16", "txt", "is not UTF-8 (byte 0)"),
-        ("latin line", "jsonl", "a JSON object in UTF-8 with a text as its 'text' was expected"),
-        ("no json", "jsonl", "a JSON object in UTF-8 with a text as its 'text' was expected"),
-        ("no text", "jsonl", "a JSON object in UTF-8 with a text as its 'text' was expected"),
+        ("latin line", "jsonl", NO_OBJECT),
+        ("no json", "jsonl", NO_OBJECT),
+        ("no text", "jsonl", NO_OBJECT),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(tmp_path, damage, kind, message):
-    good, bad = prose(300), prose(200, seed=1)
-    paths = [write_parquet(tmp_path / "a.parquet", good), damaged(tmp_path / f"b.{kind}", bad, damage)]
-    files = [file for path in paths for file in find_files(str(path), "text")]
+def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(
+    tmp_path, damage, kind, message
+):
+    first = write_parquet(tmp_path / "a.parquet", prose(300))
+    second = damaged(tmp_path / f"b.{kind}", prose(200, seed=1), damage)
+    files = [*find_files(str(first), "text"), *find_files(str(second), "text")]
     with pytest.raises(UserError) as error:
-        list(documents(files))
-    assert message in str(error.value) and paths[1].name in str(error.value) and "\n" not in str(error.value)
+        list(read_batches(files))
+    told = str(error.value)
+    assert message in told and second.name in told and "\n" not in told
 
 
 @pytest.mark.parametrize(("damage", "kind"), [("truncated", "parquet"), ("latin", "txt")])
 def test_once_a_damaged_file_is_mended_the_run_goes_on(tmp_path, damage, kind):
-    good, bad = prose(1300, words=10), prose(200, seed=1)
-    first, second = write_parquet(tmp_path / "a.parquet", good), damaged(tmp_path / f"b.{kind}", bad, damage)
-    options = ["--source", first, second, "--data-dir", tmp_path / "out", "--shard-size", 1000, "--workers", 1]
+    good = prose(1300, words=10)
+    bad = prose(200, seed=1)
+    first = write_parquet(tmp_path / "a.parquet", good)
+    second = damaged(tmp_path / f"b.{kind}", bad, damage)
+    options = ["--source", first, second, "--data-dir", tmp_path / "out"]
+    options += ["--shard-size", 1000, "--workers", 1]
     assert second.name in run(*options, code=1).stderr
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert len(manifest["shards"]) > 3 and manifest["cursor"]["file"] == 0
-    mended = write_parquet(second, bad) and bad if kind == "parquet" else ["\n".join(bad)]
-    if kind == "txt":
-        second.write_text(mended[0])
+    if kind == "parquet":
+        write_parquet(second, bad)
+    else:
+        bad = ["\n".join(bad)]
+        second.write_text(bad[0])
     run(*options)
-    assert np.array_equal(tokens_in(tmp_path / "out"), expected([*good, *mended]))
+    assert np.array_equal(tokens_in(tmp_path / "out"), expected([*good, *bad]))
 
 
 def test_a_source_that_changed_under_a_resumed_run_is_refused(tmp_path):
@@ -663,8 +737,20 @@ def test_a_source_that_changed_under_a_resumed_run_is_refused(tmp_path):
         (["--source", "nosuch-*.parquet"], "no such file"),
         (["--source", "."], "give the files: './*.txt'"),
         (["--source", "a.pdf"], "no .txt, .jsonl or .parquet"),
-        (["--shard-size", "-1", "--workers", "-2"], "--shard-size -1 is less than 1; --workers -2 is less than 0"),
-        (["--val-tokens", "2000", "--shard-size", "1000"], "--val-tokens 2000 are more than one shard"),
+        (["--source", "pipe.txt"], "pipe.txt is a pipe, a device or a broken link: save"),
+        (["--source", "broken.*"], "broken.jsonl is a pipe, a device or a broken link: save"),
+        (["--source", "hub:"], "--source hub: names no dataset (Repo id must use"),
+        (["--source", "hub:a/b/c"], "--source hub:a/b/c names no dataset (Repo id must be"),
+        (["--workers", "1000000"], "--workers 1000000 are more than 1000"),
+        (["--source", "good.jsonl", "--data-dir", "a.pdf"], "a.pdf cannot be written"),
+        (
+            ["--shard-size", "-1", "--workers", "-2"],
+            "--shard-size -1 is less than 1; --workers -2 is less than 0",
+        ),
+        (
+            ["--val-tokens", "2000", "--shard-size", "1000"],
+            "--val-tokens 2000 are more than one shard",
+        ),
         (["--verify", "--data-dir", "nowhere"], "no manifest.json"),
         (["--name", "a/b"], "cannot begin a file name"),
         (["--source", "good.jsonl", "--data-dir", "."], "no manifest.json but holds stray.npy"),
@@ -673,6 +759,8 @@ def test_a_source_that_changed_under_a_resumed_run_is_refused(tmp_path):
 def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
     (tmp_path / "a.pdf").touch()
     (tmp_path / "stray.npy").touch()
+    (tmp_path / "broken.jsonl").symlink_to("nowhere.jsonl")
+    os.mkfifo(tmp_path / "pipe.txt")
     write_jsonl(tmp_path / "good.jsonl", ["x"])
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["fineweb.py", *options])
@@ -685,7 +773,7 @@ def test_a_mistyped_flag_is_bad_usage(tmp_path):
     assert "--shard-size" in run("--shard-siz", 5, code=2).stderr
 
 
-# ---- the hub, played by a server on this machine that is not in the best of health -------------------------------------
+# -- the hub, played by a server on this machine that is not in the best of health
 
 COMMIT = "c0ffee" * 6 + "beef"
 CARD = b"""---
@@ -701,7 +789,7 @@ configs:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's HTTP interface as `datasets` and `huggingface_hub` use to read a dataset."""
+    """As much of the hub's HTTP interface as `datasets` uses to read a dataset."""
 
     protocol_version = "HTTP/1.1"
 
@@ -726,9 +814,9 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(503)
         elif api == "/api/datasets" and path.startswith("/tree/"):
             folder = "/".join([*path.split("/")[3:], ""])
-            names = sorted({name[len(folder) :].split("/")[0] for name in files if name.startswith(folder)})
-            entries = [{"path": folder + name, "oid": "0", "size": len(files.get(folder + name, b""))} for name in names]
-            entries = [{**e, "type": "file" if e["path"] in files else "directory"} for e in entries]
+            inside = [name[len(folder) :] for name in files if name.startswith(folder)]
+            names = sorted({name.split("/")[0] for name in inside})
+            entries = [self.entry(folder + name) for name in names]
             self.answer(200, json.dumps(entries).encode())
         elif api == "/api/datasets":
             commit = COMMIT if COMMIT in path else self.server.commit
@@ -743,6 +831,12 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=COMMIT)
 
     do_HEAD = do_POST = do_GET
+
+    def entry(self, path: str) -> dict:
+        """A file or a folder in the hub's listing."""
+        data = self.server.files.get(path)
+        kind = "directory" if data is None else "file"
+        return {"path": path, "oid": "0", "size": len(data or b""), "type": kind}
 
     def file(self, data: bytes) -> None:
         headers = {"X_Repo_Commit": COMMIT, "ETag": '"1"', "Accept_Ranges": "bytes"}
@@ -771,11 +865,19 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path):
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     server.daemon_threads = True
-    server.asked, server.trouble, server.failures, server.commit = [], [], [], COMMIT
+    server.asked = []
+    server.trouble = []
+    server.failures = []
+    server.commit = COMMIT
     server.texts = prose(2400, words=40)
-    files = {f"sample/10BT/0{i}.parquet": server.texts[80 * (i - 10) : 80 * (i - 9)] for i in range(10, 40)}
-    server.files = {name: write_parquet(tmp_path / "file", texts).read_bytes() for name, texts in files.items()}
-    server.files |= {"README.md": CARD, "other/a.parquet": b"not asked for", "table/a.csv": b"text\na\n"}
+    server.files = {
+        "README.md": CARD,
+        "other/a.parquet": b"not asked for",
+        "table/a.csv": b"text\na\n",
+    }
+    for i in range(30):
+        path = write_parquet(tmp_path / "file", server.texts[80 * i : 80 * (i + 1)])
+        server.files[f"sample/10BT/0{i + 10}.parquet"] = path.read_bytes()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     server.env = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
@@ -791,20 +893,26 @@ def hub(tmp_path):
 IMPATIENT = """
 import time
 import fineweb
+from support import sources
 time.sleep = lambda seconds: None  # also between huggingface_hub's own attempts
-fineweb.BATCH_DOCUMENTS = 100
-fineweb.command()
+sources.BATCH_DOCUMENTS = 100
+fineweb.run_and_exit()
 """
 
 
 def start_from_hub(server, out: Path, *options, impatient=True) -> subprocess.Popen:
-    options = ["--source", "hub:o/d:sample-10BT", "--data-dir", out, "--shard-size", 20_000, "--workers", 1, *options]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), **server.env}
-    command = (
-        [sys.executable, "-c", IMPATIENT, *map(str, options)] if impatient else [sys.executable, FINEWEB, *map(str, options)]
+    options = ["--data-dir", out, "--shard-size", 20_000, "--workers", 1, *options]
+    command = [sys.executable, FINEWEB]
+    if impatient:
+        command = [sys.executable, "-c", IMPATIENT]
+    return subprocess.Popen(
+        [*command, "--source", "hub:o/d:sample-10BT", *map(str, options)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **server.env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, env=env, start_new_session=True, **pipes)
 
 
 def from_hub(server, out: Path, *options, code=0) -> tuple[str, str]:
@@ -816,33 +924,40 @@ def from_hub(server, out: Path, *options, code=0) -> tuple[str, str]:
 
 def test_a_dataset_is_read_from_the_hub_and_its_commit_noted(tmp_path, hub):
     output, _ = from_hub(hub, tmp_path / "out", "--dry-run")
-    documents, tokens = (int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:documents|tokens)", output))
+    documents, tokens = estimates_in(output)
     assert documents == 2400 and abs(tokens / len(expected(hub.texts)) - 1) < 0.1
     from_hub(hub, tmp_path / "out")
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
-    assert json.loads((tmp_path / "out" / "manifest.json").read_text())["sources"] == {"hub:o/d:sample-10BT": COMMIT}
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["sources"] == {"hub:o/d:sample-10BT": COMMIT}
     assert not any(path.endswith(".py") and path in hub.files for path in hub.asked)
     assert not any("other/a.parquet" in path for path in hub.asked)
 
 
 def test_a_hub_that_fails_stalls_and_hangs_up_delays_but_changes_nothing(tmp_path, hub):
     some = ["", "503", "", "cut", "", "", "stall", "", "500", "429", "", "cut", "cut", "", "", ""]
-    hub.trouble = [*some, *["503"] * 7, *[""] * 9, *["cut"] * 15, *[""] * 9, *random.Random(4).choices(some, k=9)]
+    hub.trouble = some + ["503"] * 7 + [""] * 9 + ["cut"] * 15 + [""] * 9
+    hub.trouble += random.Random(4).choices(some, k=9)
     hub.failures = [True, False] * 3
     from_hub(hub, tmp_path / "out")
     assert not hub.trouble and not hub.failures
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
 
 
-def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_on_resume(tmp_path, hub):
+def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_on_resume(
+    tmp_path, hub
+):
     hub.trouble = [""] * 25 + ["cut"] * 2000
     _, errors = from_hub(hub, tmp_path / "out", code=1)
     assert re.search(r"0\d\d.parquet cannot be read", errors.strip().splitlines()[-1])
     assert len(json.loads((tmp_path / "out" / "manifest.json").read_text())["shards"]) > 1
-    hub.trouble, hub.commit, hub.asked[:] = [], "f" * 40, []
+    hub.trouble = []
+    hub.commit = "f" * 40
+    hub.asked.clear()
     from_hub(hub, tmp_path / "out")
     assert np.array_equal(tokens_in(tmp_path / "out"), expected(hub.texts))
-    assert not any("011.parquet" in path and "resolve" in path for path in hub.asked)  # what is done is not read again
+    # what is done is not read again
+    assert not any("011.parquet" in path and "resolve" in path for path in hub.asked)
 
 
 def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
@@ -858,32 +973,135 @@ def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
 
 
 def test_a_text_is_read_over_http(hub, monkeypatch):
-    monkeypatch.setattr(fineweb, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/input.txt")
-    assert list(documents(list(find_files("tinyshakespeare", "")))) == [((0, 0), [Text(hub.texts[0])])]
-    monkeypatch.setattr(fineweb, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/nothere.txt")
+    monkeypatch.setattr(sources, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/input.txt")
+    files = list(find_files("tinyshakespeare", ""))
+    assert list(read_batches(files)) == [((0, 0), [Text(hub.texts[0])])]
+    monkeypatch.setattr(sources, "TINYSHAKESPEARE", hub.env["HF_ENDPOINT"] + "/nothere.txt")
+    files = list(find_files("tinyshakespeare", ""))
     with pytest.raises(UserError, match=r"nothere\.txt cannot be read \(HTTPError: 404"):
-        list(documents(list(find_files("tinyshakespeare", ""))))
+        list(read_batches(files))
 
 
 def test_what_the_hub_does_not_have_is_one_sentence(hub):
+    no_column = "has no column 'content' of text but"
     expected_messages = {
         "hub:o/nothere": "cannot be read (RepositoryNotFoundError",
         "hub:o/d:nosuch": "'nosuch' not found. Available: ['default', 'sample-10BT', 'table']",
         "hub:o/d:table": "table/a.csv is neither parquet nor jsonl",
         "hub:o/d:sample-10BT:test": "has no split 'test' but train",
-        "hub:o/d:sample-10BT:train:content": "has no column 'content' of text but text (string), id (string), ",
+        "hub:o/d:sample-10BT:train:content": f"{no_column} text (string), id (string), ",
     }
     program = """
-import sys, fineweb
+import sys
+from support.common import UserError
+from support.sources import find_sources, read_batches
 for source in sys.argv[1:]:
     try:
-        list(fineweb.documents(fineweb.find_sources(fineweb.Config(source=(source,)), {})))
-    except fineweb.UserError as error:
+        list(read_batches(find_sources((source,), column="text", revision="", commits={})))
+    except UserError as error:
         print(error)
 """
     env = {**os.environ, "PYTHONPATH": str(ROOT), **hub.env}
     command = [sys.executable, "-c", program, *expected_messages]
-    lines = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120).stdout.splitlines()
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120)
+    lines = done.stdout.splitlines()
     assert len(lines) == len(expected_messages)
     for line, message in zip(lines, expected_messages.values(), strict=True):
         assert message in line
+
+
+# -- faults: each is one sentence, and all that was written before stays as it was
+
+
+class HerePool:
+    """Stands in for the processes: does the work at once, in this process."""
+
+    def submit(self, work, *args):
+        future = Future()
+        future.set_result(work(*args))
+        return future
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+
+
+def make(folder: Path, *sources, **options) -> str:
+    """A run of fineweb.py in this process, with `here`."""
+    small = {"name": "x", "shard_size": 2000, "data_dir": str(folder), "deduplicate": True}
+    config = Config(source=tuple(map(str, sources)), workers=1, **(small | options))
+    return fineweb.make_shards(config, folder)
+
+
+def sentence(call, *args, **kwargs) -> str:
+    """What the user is told of a failure."""
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    told = str(error.value)
+    assert told.strip() and "\n" not in told
+    return told
+
+
+@pytest.fixture
+def unfinished(tmp_path, here):
+    """A folder whose run ended behind some shards, and its source, mended since: same size."""
+    source = write_jsonl(tmp_path / "a.jsonl", [*prose(1500, words=10), "the last"])
+    data = source.read_bytes()
+    source.write_bytes(data[:-2] + b"!\n")
+    folder = tmp_path / "unfinished"
+    assert "line 1501" in sentence(make, folder, source)
+    source.write_bytes(data)
+    assert len(json.loads((folder / "manifest.json").read_text())["shards"]) > 3
+    return folder, source
+
+
+WRONG = (None, -1, 1.5, True, "7", [], {}, [7], 10**30)
+
+
+def places_in(value, path=()) -> list[tuple]:
+    """The paths to all values in a manifest; of the shards, to those of the first."""
+    inside = []
+    if isinstance(value, dict):
+        inside = value.items()
+    elif isinstance(value, list):
+        inside = enumerate(value[:1])
+    paths = [path] if path else []
+    for key, part in inside:
+        paths += places_in(part, (*path, key))
+    return paths
+
+
+def with_changes(manifest: dict, path: tuple) -> list[tuple]:
+    """Manifests in which a value is missing or another: (the other value, the manifest)."""
+    changed = []
+    for value in ("missing", *WRONG):
+        other = copy.deepcopy(manifest)
+        place = other
+        for key in path[:-1]:
+            place = place[key]
+        if value == "missing":
+            del place[path[-1]]
+        else:
+            place[path[-1]] = value
+        if json.dumps(other) != json.dumps(manifest):
+            changed.append((value, other))
+    return changed
+
+
+def damaged_manifests(whole: bytes) -> list[bytes]:
+    damages = [b"", b"[]", b"3", b"{}", b"null", b'"text"', b"[" * 100_000, b"\xff\x00" * 99]
+    damages += [whole[: len(whole) // 2], whole[:-20], whole.replace(b":", b";", 1)]
+    manifest = json.loads(whole)
+    for path in places_in(manifest):
+        changed = [other for value, other in with_changes(manifest, path) if path != ("checksum",)]
+        damages += [json.dumps(other).encode() for other in changed]
+    del manifest["checksum"]  # as in older ones: only what makes no sense can be noticed
+    for path in places_in(manifest):
+        types = {"cursor": (dict, type(None)), "read": (str, type(None)), 0: (dict,)}
+        before = types.get(path[-1], (dict if path[-1] in ("options") else None,))
+        for value, other in with_changes(manifest, path):
+            if path[0] in ("options", "sources") and len(path) > 1:
+                continue
+            damages.append(json.dumps(other).encode())
+    return damages

@@ -1,24 +1,44 @@
-"""Models in and out: Hugging Face directories, the checkpoints that training writes, other projects' files."""
+"""Models in and out: Hugging Face directories, the checkpoints that training writes, other
+projects' files.
+"""
 
 import ast
 import json
 import random
-import re
-import subprocess
 import sys
 import types
+from collections.abc import Iterable, Iterator
 
 import pytest
 import torch
-from conftest import SHARED_DATA, TINY, documents, environment, random_model, run_script, write_shard
+from conftest import (
+    SHARED_DATA,
+    documents,
+    random_model,
+    run_program,
+    run_script,
+    train,
+    write_shard,
+)
+from safetensors.torch import load_file
 
 from model import GPT
-from tokenizer import EOT, UserError, get_tokenizer
+from support.common import UserError
+from support.tokenizer import EOT, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
+GPT2 = dict(block_size=1024, n_layer=12, n_head=12, n_embd=768)
+SHAPES = [  # what differs from the 124M
+    dict(block_size=24, n_layer=2, n_head=2, n_embd=16),
+    dict(n_layer=3, n_head=1, n_embd=48),
+    dict(),
+]
 
-SHAPES = [dict(block_size=24, n_layer=2, n_head=2, n_embd=16), dict(n_layer=3, n_head=1, n_embd=48), dict()]  # {}: the 124M
+
+def in_transformers(directory):
+    model = transformers.GPT2LMHeadModel.from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
 
 
 def same_weights(a: GPT, b: GPT) -> bool:
@@ -27,28 +47,37 @@ def same_weights(a: GPT, b: GPT) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_go_from_us_to_transformers_and_back_bit_for_bit(tmp_path, shape):
-    ours = random_model(**{**dict(block_size=1024, n_layer=12, n_head=12, n_embd=768), **shape})
+    ours = random_model(**(GPT2 | shape))
     ours.save_pretrained(tmp_path / "ours")
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
+    theirs = in_transformers(tmp_path / "ours")
     theirs.save_pretrained(tmp_path / "theirs")
     back = GPT.from_pretrained(tmp_path / "theirs")
     assert same_weights(ours, back)
     idx = torch.randint(0, 50257, (2, 20))
     with torch.no_grad():
-        assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4 and torch.equal(ours(idx)[0], back(idx)[0])
+        logits = ours(idx)[0]
+        assert (logits - theirs(idx).logits).abs().max() < 1e-4
+        assert torch.equal(logits, back(idx)[0])
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_go_from_transformers_to_us_and_back_bit_for_bit(tmp_path, shape):
     torch.manual_seed(2)
-    shape = {"n_positions" if name == "block_size" else name: value for name, value in shape.items()}
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape)).eval()
+    sizes = GPT2 | shape
+    config = transformers.GPT2Config(
+        n_positions=sizes["block_size"],
+        n_layer=sizes["n_layer"],
+        n_head=sizes["n_head"],
+        n_embd=sizes["n_embd"],
+    )
+    theirs = transformers.GPT2LMHeadModel(config).eval()
     theirs.save_pretrained(tmp_path / "theirs")
     ours = GPT.from_pretrained(tmp_path / "theirs")
     ours.save_pretrained(tmp_path / "ours")
-    back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval()
-    a, b = theirs.state_dict(), back.state_dict()
-    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    a = theirs.state_dict()
+    b = in_transformers(tmp_path / "ours").state_dict()
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
     idx = torch.randint(0, 50257, (2, 20))
     with torch.no_grad():
         assert (ours(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
@@ -58,39 +87,57 @@ def test_loading_draws_no_random_weights_and_leaves_the_padding_zero(tmp_path):
     random_model().save_pretrained(tmp_path)
     state = torch.get_rng_state()
     model = GPT.from_pretrained(tmp_path)
-    assert torch.equal(torch.get_rng_state(), state) and not model.transformer.wte.weight[50257:].any()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not model.transformer.wte.weight[50257:].any()
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
 def test_the_model_card_tells_what_it_is_told(tmp_path, tiny):
-    tiny.save_pretrained(tmp_path, card={"data": "my.txt", "steps": 3, "command": "python train_gpt2.py | tee log"})
+    told = {"data": "my.txt", "steps": 3, "command": "python train_gpt2.py | tee log"}
+    tiny.save_pretrained(tmp_path, card=told)
     card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "| data | my.txt |\n| steps | 3 |" in card and "train_gpt2.py \\| tee" in card and "2M parameters" in card
+    assert "| data | my.txt |\n| steps | 3 |" in card
+    assert "train_gpt2.py \\| tee" in card
+    assert "2M parameters" in card
 
 
 def test_weights_of_the_hub_without_the_prefix_and_as_a_pickle_load_too(tmp_path):
     ours = random_model()
     ours.save_pretrained(tmp_path)
-    weights = {name.removeprefix("transformer."): w for name, w in ours.hf_weights().items()}
-    (tmp_path / "model.safetensors").unlink()
+    file = tmp_path / "model.safetensors"
+    weights = {name.removeprefix("transformer."): w for name, w in load_file(file).items()}
+    file.unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin")
-    back = GPT.from_pretrained(tmp_path)
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), back.parameters(), strict=True))
+    assert same_weights(GPT.from_pretrained(tmp_path), ours)
 
 
 def test_the_tokenizer_beside_the_weights_is_gpt2s(tmp_path, tiny):
     tiny.save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer("Hello, I'm a language model,")["input_ids"] == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert tokenizer.eos_token_id == EOT and tokenizer.model_max_length == 32
-    rng, encode = random.Random(0), get_tokenizer().encode_ordinary
-    for plane in range(17):  # 10,000 strings: of one plane each, then of all
+    tokens = tokenizer("Hello, I'm a language model,")["input_ids"]
+    assert tokens == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert tokenizer.eos_token_id == EOT
+    assert tokenizer.model_max_length == 32
+    encode = get_tokenizer().encode_ordinary
+    for text in random_texts():
+        assert tokenizer(text)["input_ids"] == encode(text), repr(text)
+
+
+def random_texts() -> Iterator[str]:
+    """10,000 texts of any characters: first of one plane of Unicode each, then of all."""
+    rng = random.Random(0)
+    for plane in range(17):
+        first = 0x10000 * plane
         for _ in range(400):
-            check_tokens(tokenizer, encode, "".join(chr(rng.randrange(0x10000) + 0x10000 * plane) for _ in range(9)))
+            yield whole_text(chr(first + rng.randrange(0x10000)) for _ in range(9))
+    common = " \n'sé字🌍\u200d"
     for _ in range(3200):
-        check_tokens(
-            tokenizer, encode, "".join(rng.choice(" \n'sé字🌍\u200d") + chr(rng.randrange(0x110000)) for _ in range(9))
-        )
+        yield whole_text(rng.choice(common) + chr(rng.randrange(0x110000)) for _ in range(9))
+
+
+def whole_text(parts: Iterable[str]) -> str:
+    """The parts joined, without surrogates, which are no characters."""
+    return "".join(parts).encode("utf-8", errors="ignore").decode()
 
 
 @pytest.mark.skipif(not SHARED_DATA.exists(), reason="needs ../shared/data")
@@ -99,11 +146,6 @@ def test_tiny_shakespeare_has_the_same_tokens_in_transformers(tmp_path, tiny):
     text = (SHARED_DATA / "tinyshakespeare.txt").read_text()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, model_max_length=10**6)
     assert tokenizer(text)["input_ids"] == get_tokenizer().encode_ordinary(text)
-
-
-def check_tokens(tokenizer, encode, text: str) -> None:
-    text = text.encode("utf-8", errors="ignore").decode()  # surrogates are no characters
-    assert tokenizer(text)["input_ids"] == encode(text), repr(text)
 
 
 def test_a_shorter_context_crops_the_positions_and_a_longer_one_is_refused(tmp_path):
@@ -121,9 +163,12 @@ def test_a_shorter_context_crops_the_positions_and_a_longer_one_is_refused(tmp_p
 
 def their_weights(model: GPT, prefix: str) -> dict:
     """Their names, with 47 rows of padding that have learned something."""
-    weights = {prefix + name: w.detach().clone() for name, w in model.state_dict().items()}
-    padded = torch.cat([model.transformer.wte.weight[:50257], torch.randn(47, model.config.n_embd)]).detach()
-    return {**weights, prefix + "transformer.wte.weight": padded, prefix + "lm_head.weight": padded}
+    weights = {name: w.detach().clone() for name, w in model.state_dict().items()}
+    padding = torch.randn(47, model.config.n_embd)
+    embedding = torch.cat([weights["transformer.wte.weight"][:50257], padding])
+    weights["transformer.wte.weight"] = embedding
+    weights["lm_head.weight"] = embedding
+    return {prefix + name: w for name, w in weights.items()}
 
 
 FIELDS = dict(block_size=24, vocab_size=50304, n_layer=2, n_head=2, n_embd=16)
@@ -132,10 +177,15 @@ FIELDS = dict(block_size=24, vocab_size=50304, n_layer=2, n_head=2, n_embd=16)
 @pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module.", "_orig_mod.module."])
 def test_a_checkpoint_of_nanogpt_loads(tmp_path, prefix):
     ours = random_model()
-    args = dict(**FIELDS, bias=True, dropout=0.0)
-    optimizer = dict(state={0: dict(step=torch.tensor(1.0))}, param_groups=[])
-    saved = dict(model=their_weights(ours, prefix), model_args=args, iter_num=5, best_val_loss=torch.tensor(3.0))
-    torch.save(dict(**saved, optimizer=optimizer, config=dict(dataset="openwebtext")), tmp_path / "ckpt.pt")
+    saved = dict(
+        model=their_weights(ours, prefix),
+        optimizer=dict(state={0: dict(step=torch.tensor(1.0))}, param_groups=[]),
+        model_args=dict(**FIELDS, bias=True, dropout=0.0),
+        iter_num=5,
+        best_val_loss=torch.tensor(3.0),
+        config=dict(dataset="openwebtext"),
+    )
+    torch.save(saved, tmp_path / "ckpt.pt")
     assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
 
 
@@ -143,7 +193,8 @@ def test_a_nanogpt_without_biases_has_zeros(tmp_path):
     ours = random_model()
     with torch.no_grad():
         for name, p in ours.named_parameters():
-            p.mul_(not name.endswith("bias"))
+            if name.endswith("bias"):
+                p.zero_()
     weights = {name: w for name, w in their_weights(ours, "").items() if not name.endswith("bias")}
     torch.save(dict(model=weights, model_args=FIELDS), tmp_path / "ckpt.pt")
     assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
@@ -172,8 +223,9 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     tiny.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"model": {}, "transformer.wte.weight": Evil()}, tmp_path / name)
+    given = tmp_path / name if name == "ckpt.pt" else tmp_path
     with pytest.raises(UserError, match="refused"):
-        GPT.from_pretrained(tmp_path / name if name == "ckpt.pt" else tmp_path)
+        GPT.from_pretrained(given)
     assert not (tmp_path / "evil-was-here").exists()
 
 
@@ -183,9 +235,10 @@ def test_another_pt_file_is_a_sentence(tmp_path, content):
     with pytest.raises(UserError, match=r"no checkpoint of nanoGPT|no tensor transformer"):
         GPT.from_pretrained(tmp_path / "x.pt")
     (tmp_path / "y.pt").write_bytes((tmp_path / "x.pt").read_bytes()[:100])
-    for name, sentence in (("y.pt", r"no checkpoint|refused"), ("z.pt", "not there")):
-        with pytest.raises(UserError, match=sentence):
-            GPT.from_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match=r"no checkpoint|refused"):
+        GPT.from_pretrained(tmp_path / "y.pt")
+    with pytest.raises(UserError, match="not there"):
+        GPT.from_pretrained(tmp_path / "z.pt")
 
 
 @pytest.mark.parametrize(
@@ -222,9 +275,17 @@ def test_a_name_that_is_nowhere_is_a_sentence(monkeypatch):
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line():
-    nowhere = dict(HF_ENDPOINT="http://127.0.0.1:1", HF_HUB_OFFLINE="0")  # a port that nobody listens at
-    done = run_script("sample.py", "--model", "no-such-model", expect=1, **nowhere)
-    assert re.fullmatch(r"sample\.py: 'no-such-model' is not a directory here, and the hub cannot be reached .*\n", done.stderr)
+    done = run_script(
+        "sample.py",
+        "--model",
+        "no-such-model",
+        expect=1,
+        HF_ENDPOINT="http://127.0.0.1:1",  # a port that nobody listens at
+        HF_HUB_OFFLINE="0",
+    )
+    [line] = done.stderr.splitlines()
+    sentence = "'no-such-model' is not a directory here, and the hub cannot be reached "
+    assert line.startswith(f"sample.py: {sentence}")
 
 
 # -- checkpoints that training wrote
@@ -234,12 +295,11 @@ def test_a_hub_that_cannot_be_reached_is_one_line():
 def checkpoint(tmp_path_factory):
     """The last checkpoint of a tiny training run."""
     directory = tmp_path_factory.mktemp("run")
-    (directory / "shards").mkdir()
+    shards = directory / "shards"
+    shards.mkdir()
     for split in ("val", "train"):
-        write_shard(directory / "shards" / f"toy_{split}_000000.npy", documents(2000, seed=0))
-    run_script(
-        "train_gpt2.py", *TINY, "--data-dir", directory / "shards", "--log-dir", directory / "log", "--checkpoint-every", 6
-    )
+        write_shard(shards / f"toy_{split}_000000.npy", documents(2000, seed=0))
+    train(shards, directory / "log", "--checkpoint-every 6")
     return directory / "log" / "ckpt_000006"
 
 
@@ -251,25 +311,19 @@ def test_a_checkpoint_of_training_runs_in_transformers_pipeline_offline(checkpoi
 generate = pipeline("text-generation", model={str(checkpoint)!r})
 generate("Hello")  # as many tokens as fit into the window
 print(generate("Hello", do_sample=False, max_new_tokens=5))"""
-    done = subprocess.run([sys.executable, "-c", code], env=environment(**OFFLINE), capture_output=True, text=True)
+    done = run_program([sys.executable, "-c", code], **OFFLINE)
     assert done.returncode == 0, done.stderr
     idx = torch.tensor([get_tokenizer().encode_ordinary("Hello")])
-    text = get_tokenizer().decode(GPT.from_pretrained(checkpoint).generate(idx, 5, temperature=0, stop=EOT)[0].tolist())
-    assert ast.literal_eval(done.stdout) == [{"generated_text": text.split("<|endoftext|>")[0]}]
+    tokens = GPT.from_pretrained(checkpoint).generate(idx, 5, temperature=0, stop=EOT)[0]
+    text = get_tokenizer().decode(tokens.tolist()).split("<|endoftext|>")[0]
+    assert ast.literal_eval(done.stdout) == [{"generated_text": text}]
 
 
 def test_fine_tuning_takes_fewer_positions_and_refuses_more(checkpoint, tmp_path):
     def tune(T: int, expect: int):
-        args = [
-            *TINY,
-            "--data-dir",
-            checkpoint.parent.parent / "shards",
-            "--log-dir",
-            tmp_path / str(T),
-            "--init-from",
-            checkpoint,
-        ]
-        return run_script("train_gpt2.py", *args, "--sequence-length", T, "--checkpoint-every", 6, expect=expect)
+        shards = checkpoint.parent.parent / "shards"
+        flags = f"--sequence-length {T} --checkpoint-every 6 --init-from"
+        return train(shards, tmp_path / str(T), flags, checkpoint, expect=expect)
 
     tune(8, expect=0)
     assert GPT.from_pretrained(tmp_path / "8" / "ckpt_000006").config.block_size == 8

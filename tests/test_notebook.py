@@ -17,7 +17,7 @@ MACHINE_PATH = re.compile(r"(/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)\w")
 
 
 def execute(directory, monkeypatch):
-    """The notebook as it looks after it ran in a directory, with the scripts beside it and no hub in reach."""
+    """The notebook after it ran in a directory: the scripts in reach, and no hub."""
     monkeypatch.setenv("PYTHONPATH", str(REPO))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(directory / "huggingface"))
@@ -25,11 +25,13 @@ def execute(directory, monkeypatch):
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(REPO / "play.ipynb", as_version=4)
     where = {"metadata": {"path": str(directory)}}
-    return nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=where).execute()
+    client = nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=where)
+    return client.execute()
 
 
 def outputs(notebook):
-    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    return [output for cell in code for output in cell.outputs]
 
 
 def pictures(notebook):
@@ -38,7 +40,9 @@ def pictures(notebook):
 
 def text(notebook):
     """All that can be read in the outputs: what was printed, and tables."""
-    found = (output.get("text", "") or output.get("data", {}).get("text/html", "") for output in outputs(notebook))
+    found = []
+    for output in outputs(notebook):
+        found.append(output.get("text", "") or output.get("data", {}).get("text/html", ""))
     return "\n".join(map(str, found))
 
 
@@ -50,7 +54,8 @@ def test_the_notebook_draws_the_runs_and_the_newest_checkpoint(tmp_path, monkeyp
     model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
     model.save_pretrained(tmp_path / "log" / "tiny" / "ckpt_000002")
     notebook = execute(tmp_path, monkeypatch)
-    assert pictures(notebook) == 9  # loss twice, HellaSwag, the steps; positions twice, c_attn, all heads, one head
+    # loss twice, HellaSwag, the steps; positions twice, c_attn, all heads, one head
+    assert pictures(notebook) == 9
     assert "log/tiny/ckpt_000002: " in text(notebook)
     assert not MACHINE_PATH.search(text(notebook))
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
@@ -66,5 +71,6 @@ def test_without_a_model_the_notebook_says_in_a_line_how_to_get_one(tmp_path, mo
 
 def test_the_committed_outputs_are_whole_and_name_no_machine():
     notebook = nbformat.read(REPO / "play.ipynb", as_version=4)
-    assert not [output for output in outputs(notebook) if output.output_type == "error" or output.get("name") == "stderr"]
+    for output in outputs(notebook):
+        assert output.output_type != "error" and output.get("name") != "stderr"
     assert not MACHINE_PATH.search(text(notebook))

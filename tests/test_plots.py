@@ -1,4 +1,4 @@
-"""What plots.py reads and draws."""
+"""What log.py reads and plots.py draws."""
 
 import json
 import math
@@ -9,29 +9,33 @@ import pytest
 import torch
 from matplotlib.image import imread
 
-import plots
 from model import GPT, GPTConfig
+from support import plots
+from support.log import read_log, read_metrics, read_run, read_runs
 
 
 def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, **config):
-    """The logs of a run as train_gpt2.Log writes them: a loss that falls, evaluated every 20 steps."""
+    """The logs of a run as support.log writes them: a falling loss, evaluated every 20 steps."""
     directory.mkdir(parents=True)
     run = dict(n_layer=12, n_embd=768, total_batch_size=1000, data_dir=data_dir) | config
-    text, records = [], [{"type": "run", "config": run, "device": {"name": "a CPU"}, "dtype": "float32"}]
+    text = []
+    records = [{"type": "run", "config": run, "device": {"name": "a CPU"}, "dtype": "float32"}]
     for step in range(steps + 1):
         loss = 3.3 + 7 * math.exp(-step / 10)
         if step % 20 == 0:
             text.append(f"{step} val {loss:.4f}")
             records.append({"type": "val", "step": step, "val_loss": loss})
             if hella:
-                text.append(f"{step} hella {0.25 + step / 2000:.4f}")
-                records.append({"type": "hella", "step": step, "hellaswag": 0.25 + step / 2000, "total": 100})
+                score = dict(hellaswag=0.25 + step / 2000, total=100)
+                text.append(f"{step} hella {score['hellaswag']:.4f}")
+                records.append({"type": "hella", "step": step, **score})
             if step:
-                records.append({"type": "samples", "step": step, "samples": [f"so <far> {step}\n$", "and so on"]})
+                samples = [f"so <far> {step}\n$", "and so on"]
+                records.append({"type": "samples", "step": step, "samples": samples})
         if step < steps:
             text.append(f"{step} train {loss:.6f}")
-            values = dict(loss=loss, lr=6e-4, norm=1.5, tokens_per_sec=1000.0, wall=2.0 * (step + 1))
-            records.append({"type": "train", "step": step, **values})
+            values = dict(loss=loss, lr=6e-4, norm=1.5, tokens_per_sec=1000.0)
+            records.append({"type": "train", "step": step, **values, "wall": 2.0 * (step + 1)})
     (directory / "log.txt").write_text("\n".join(text) + "\n")
     (directory / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)) + "\n")
     return directory
@@ -42,11 +46,16 @@ def labels(figure, panel=0):
 
 
 def test_a_log_is_read_into_streams_and_a_half_written_last_line_is_left_out(tmp_path):
-    (tmp_path / "log.txt").write_text("0 val 11.0028\n0 hella 0.2600\n0 train 11.045870\n1 train 10.7\n2 tra")
-    streams = plots.read_log(tmp_path / "log.txt")
-    assert streams == {"val": ([0], [11.0028]), "hella": ([0], [0.26]), "train": ([0, 1], [11.04587, 10.7])}
-    (tmp_path / "metrics.jsonl").write_text('{"type": "run", "config": {}}\n{"type": "val", "step": 0}\n{"type": "tra')
-    assert [r["type"] for r in plots.read_metrics(tmp_path / "metrics.jsonl")] == ["run", "val"]
+    log = tmp_path / "log.txt"
+    log.write_text("0 val 11.0028\n0 hella 0.2600\n0 train 11.045870\n1 train 10.7\n2 tra")
+    assert read_log(log) == {
+        "val": ([0], [11.0028]),
+        "hella": ([0], [0.26]),
+        "train": ([0, 1], [11.04587, 10.7]),
+    }
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"type": "run", "config": {}}\n{"type": "val", "step": 0}\n{"type": "tra')
+    assert [r["type"] for r in read_metrics(metrics)] == ["run", "val"]
 
 
 def test_training_gets_its_loss_png_and_nothing_else_is_left_behind(tmp_path):
@@ -55,7 +64,8 @@ def test_training_gets_its_loss_png_and_nothing_else_is_left_behind(tmp_path):
     assert sorted(p.name for p in run.iterdir()) == ["log.txt", "loss.png", "metrics.jsonl"]
     image = imread(run / "loss.png")
     assert image.shape[1] > 1000
-    assert (image[0] == 1).all() and (image[:, 0] == 1).all()  # white and opaque up to its edges: nothing is cut
+    # white and opaque up to its edges: nothing is cut
+    assert (image[0] == 1).all() and (image[:, 0] == 1).all()
 
 
 def test_loss_png_can_be_drawn_from_the_first_evaluation_on(tmp_path):
@@ -70,31 +80,34 @@ def test_drawing_leaves_pyplot_and_its_backend_alone(tmp_path, monkeypatch):
 
 
 def test_published_baselines_appear_for_fineweb_and_for_nothing_else(tmp_path):
-    shakespeare = plots.read_run(write_run(tmp_path / "shakespeare"))
-    fineweb = plots.read_run(write_run(tmp_path / "medium", data_dir="edu_fineweb10B", n_layer=24))
+    shakespeare = read_run(write_run(tmp_path / "shakespeare"))
+    fineweb = read_run(write_run(tmp_path / "medium", data_dir="edu_fineweb10B", n_layer=24))
     for draw in (plots.draw_loss, plots.draw_hellaswag):
-        assert not any("OpenAI" in label for label in labels(plots.plot_along(draw, [shakespeare], "step")))
-    assert "OpenAI's GPT-2 124M, validation" in labels(plots.plot_along(plots.draw_loss, [fineweb], "step"))
-    assert {"OpenAI's GPT-2 350M", "OpenAI's GPT-3 350M"} <= set(
-        labels(plots.plot_along(plots.draw_hellaswag, [fineweb], "step"))
-    )
+        figure = plots.plot_along(draw, [shakespeare], "step")
+        assert not any("OpenAI" in label for label in labels(figure))
+    figure = plots.plot_along(plots.draw_loss, [fineweb], "step")
+    assert "OpenAI's GPT-2 124M, validation" in labels(figure)
+    figure = plots.plot_along(plots.draw_hellaswag, [fineweb], "step")
+    assert {"OpenAI's GPT-2 350M", "OpenAI's GPT-3 350M"} <= set(labels(figure))
 
 
 def test_runs_lie_on_steps_tokens_and_time(tmp_path):
-    run = plots.read_run(write_run(tmp_path / "run"))
+    run = read_run(write_run(tmp_path / "run"))
     assert run.last_step() == 60
     assert run.place([0, 60], "step").tolist() == [0, 60]
     assert run.place([0, 60], "tokens").tolist() == [0, 60_000]
-    assert run.place([0, 30, 60], "time").tolist() == [0, 60, 120]  # an evaluation at step s comes after s updates
+    # an evaluation at step s comes after s updates
+    assert run.place([0, 30, 60], "time").tolist() == [0, 60, 120]
     figure = plots.plot_along(plots.draw_loss, [run], "step", "tokens", "time")
-    assert [axis.get_xlabel() for axis in figure.axes] == ["step", "tokens (thousands)", "time (minutes)"]
+    along = [axis.get_xlabel() for axis in figure.axes]
+    assert along == ["step", "tokens (thousands)", "time (minutes)"]
 
 
 def test_a_log_of_build_nanogpt_is_drawn_by_step_and_by_tokens_once_told(tmp_path):
     write_run(tmp_path / "log")
     (tmp_path / "log" / "metrics.jsonl").unlink()
-    untold = plots.read_run(tmp_path / "log")
-    told = plots.read_run(tmp_path / "log", data_dir="edu_fineweb10B", total_batch_size=524288)
+    untold = read_run(tmp_path / "log")
+    told = read_run(tmp_path / "log", data_dir="edu_fineweb10B", total_batch_size=524288)
     assert not plots.is_fineweb(untold) and plots.is_fineweb(told)
     for run, lines in ((untold, (2, 0, 0)), (told, (2, 2, 0))):
         figure = plots.plot_along(plots.draw_loss, [run, run], "step", "tokens", "time")
@@ -102,7 +115,7 @@ def test_a_log_of_build_nanogpt_is_drawn_by_step_and_by_tokens_once_told(tmp_pat
 
 
 def test_several_runs_have_a_colour_each(tmp_path):
-    runs = [plots.read_run(write_run(tmp_path / name)) for name in ("a", "b")]
+    runs = [read_run(write_run(tmp_path / name)) for name in ("a", "b")]
     figure = plots.plot_along(plots.draw_loss, runs, "step")
     handles, names = figure.axes[0].get_legend_handles_labels()
     assert names == ["a", "b", "validation"]
@@ -118,9 +131,9 @@ def test_runs_are_found_by_pattern_and_none_is_said_in_a_sentence(tmp_path):
     write_run(tmp_path / "runs" / "b")
     write_run(tmp_path / "runs" / "a")
     (tmp_path / "runs" / "README").mkdir()
-    assert [run.name for run in plots.read_runs(str(tmp_path / "runs" / "*"))] == ["a", "b"]
+    assert [run.name for run in read_runs(str(tmp_path / "runs" / "*"))] == ["a", "b"]
     with pytest.raises(FileNotFoundError, match="make quickstart"):
-        plots.read_runs(str(tmp_path / "nothing" / "*"))
+        read_runs(str(tmp_path / "nothing" / "*"))
 
 
 def test_smoothing_is_the_mean_of_the_last_values():
@@ -134,8 +147,9 @@ def test_attention_patterns_are_those_the_model_uses():
     idx = torch.randint(50257, (1, 7))
     patterns = torch.from_numpy(plots.attention_patterns(model, idx))
     assert patterns.shape == (2, 2, 7, 7)
-    assert torch.allclose(patterns.sum(-1), torch.ones(2, 2, 7)) and patterns.triu(1).eq(0).all()
-    with torch.no_grad():  # the first layer, by hand: patterns times values is what its attention returns
+    assert torch.allclose(patterns.sum(-1), torch.ones(2, 2, 7))
+    assert patterns.triu(1).eq(0).all()
+    with torch.no_grad():  # the first layer: patterns times values is what its attention returns
         block = model.transformer.h[0]
         x = block.ln_1(model.embed(idx, torch.arange(7)))
         v = block.attn.c_attn(x)[0, :, 64:].view(7, 2, 16).transpose(0, 1)
@@ -144,18 +158,31 @@ def test_attention_patterns_are_those_the_model_uses():
 
 
 def test_every_comparison_of_the_benchmark_is_drawn_and_a_failed_row_is_left_out():
-    ladder = [dict(name=name, unit="tokens/s", median=speed, total=speed / 100) for name, speed in (("a", 100), ("b", 250))]
-    (axis,) = plots.plot_benchmark("ladder", [*ladder, dict(name="c", error="out of memory")], "a CPU").axes
-    assert [bar.get_width() for bar in axis.patches] == [100, 250] and axis.get_xlabel() == "tokens/s"
-    curves = [dict(way="written out", T=128, ms=4.0), dict(way="fused", T=128, ms=2.0), dict(way="fused", T=256, ms=5.0)]
+    ladder = [
+        dict(name="a", unit="tokens/s", median=100, total=1.0),
+        dict(name="b", unit="tokens/s", median=250, total=2.5),
+        dict(name="c", error="out of memory"),
+    ]
+    (axis,) = plots.plot_benchmark("ladder", ladder, "a CPU").axes
+    assert [bar.get_width() for bar in axis.patches] == [100, 250]
+    assert axis.get_xlabel() == "tokens/s"
+    curves = [
+        dict(way="written out", T=128, ms=4.0),
+        dict(way="fused", T=128, ms=2.0),
+        dict(way="fused", T=256, ms=5.0),
+    ]
     (axis,) = plots.plot_benchmark("attention", curves, "a CPU").axes
     assert [line.get_label() for line in axis.lines] == ["written out", "fused"]
     curve = dict(scale="1M", losses=[9, 5, 4], tokens=[0, 10, 20], seconds=[0, 1, 2], val_loss=4)
     recipes = [
-        curve | dict(optimizer=o, learning_rate=r, seed=s) for o, r, s in (("adamw", 1, 0), ("muon", 1, 0), ("muon", 1, 1))
+        curve | dict(optimizer="adamw", learning_rate=1, seed=0),
+        curve | dict(optimizer="muon", learning_rate=1, seed=0),
+        curve | dict(optimizer="muon", learning_rate=1, seed=1),
+        curve | dict(optimizer="adamw", learning_rate=2, seed=0, val_loss=5),
     ]
-    axes = plots.plot_benchmark("recipes", [*recipes, recipes[0] | dict(learning_rate=2, val_loss=5)], "a CPU").axes
-    assert [len(axis.lines) for axis in axes] == [3, 3]  # by tokens and by time; AdamW's worse learning rate is left out
+    axes = plots.plot_benchmark("recipes", recipes, "a CPU").axes
+    # by tokens and by time; AdamW's worse learning rate is left out
+    assert [len(axis.lines) for axis in axes] == [3, 3]
 
 
 def test_a_table_keeps_line_breaks_and_shows_markup_as_text():

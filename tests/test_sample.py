@@ -2,44 +2,62 @@
 
 import io
 import json
+import math
+import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import LONGEST, command, environment, random_model
 
 import sample
-from model import GPT, GPTConfig, choose
-from tokenizer import EOT, UserError, get_tokenizer
+from model import GPT, GPTConfig
+from support.common import UserError
+from support.generation import choose
+from support.tokenizer import EOT, get_tokenizer
 
 
 def uncached(model: GPT, prompts: list[list[int]], n: int, **how) -> list[list[int]]:
-    """The rule, written plainly: each row's whole context again for each token; the newest half of it at the window's end."""
-    rows, start, window = [list(prompt) for prompt in prompts], [0] * len(prompts), model.config.block_size
+    """The rule, written plainly: for each token, each row's whole context is read again.
+
+    At the window's end, only the newest half of it is kept.
+    """
+    rows = [list(prompt) for prompt in prompts]
+    start = [0] * len(prompts)
+    window = model.config.block_size
     for _ in range(n):
-        start = [len(row) - window // 2 if len(row) - s > window else s for row, s in zip(rows, start, strict=True)]
-        with torch.no_grad():
-            logits = [model(torch.tensor([row[s:]]))[0][:, -1] for row, s in zip(rows, start, strict=True)]
+        logits = []
+        for i, row in enumerate(rows):
+            if len(row) - start[i] > window:
+                start[i] = len(row) - window // 2
+            with torch.no_grad():
+                logits.append(model(torch.tensor([row[start[i] :]]))[0][:, -1])
         for row, token in zip(rows, choose(torch.cat(logits), **how).tolist(), strict=True):
             row.append(token)
     return rows
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("lengths", [[1], [24], [30], [5, 5, 5, 5], [3, 30, 11, 1]])  # the window holds 24
+# the window holds 24
+@pytest.mark.parametrize("lengths", [[1], [24], [30], [5, 5, 5, 5], [3, 30, 11, 1]])
 def test_cached_generation_is_uncached_generation_across_the_windows_end(lengths, sampled):
-    model, n = random_model(), 60
+    model = random_model()
+    n = 60
     idx = torch.randint(0, 50257, (len(lengths), max(lengths)))
     prompts = [row[:length] for row, length in zip(idx.tolist(), lengths, strict=True)]
     how = dict(temperature=0.8, top_k=20, top_p=0.9) if sampled else dict(temperature=0)
     expected = uncached(model, prompts, n, generator=torch.Generator().manual_seed(5), **how)
-    out = model.generate(idx, n, lengths=lengths, generator=torch.Generator().manual_seed(5), **how).tolist()
+    generator = torch.Generator().manual_seed(5)
+    out = model.generate(idx, n, lengths=lengths, generator=generator, **how).tolist()
     assert [row[: length + n] for row, length in zip(out, lengths, strict=True)] == expected
     assert all(set(row[length + n :]) <= {EOT} for row, length in zip(out, lengths, strict=True))
 
 
 def test_prompts_of_different_lengths_share_a_batch_without_disturbing_each_other():
-    model, n = random_model(), 50
+    model = random_model()
+    n = 50
     lengths = [3, 20, 11, 1]
     idx = torch.randint(0, 50257, (4, 20))
     out = model.generate(idx, n, lengths=torch.tensor(lengths), temperature=0)
@@ -56,7 +74,8 @@ def test_generation_stops_where_it_is_told():
     stop = free[0, 8].item()
     out = model.generate(idx, 20, temperature=0, stop=stop)
     first = free[0, 4:].tolist().index(stop)
-    assert out[0, 4 : 5 + first].tolist() == free[0, 4 : 5 + first].tolist() and (out[0, 5 + first :] == stop).all()
+    assert out[0, 4 : 5 + first].tolist() == free[0, 4 : 5 + first].tolist()
+    assert (out[0, 5 + first :] == stop).all()
 
 
 def test_a_seed_gives_the_same_samples_and_leaves_the_global_generator_alone(tiny):
@@ -79,6 +98,44 @@ def test_top_k_and_top_p_only_draw_from_the_likeliest():
     assert (choose(logits, 0, 50, None) == 0).all()
 
 
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-46, 1e-31])
+def test_a_temperature_next_to_zero_takes_the_likeliest(temperature):
+    logits = torch.tensor([[-1e4, 3.0, 3.1, -5.0]]).expand(100, 4)
+    assert (choose(logits, temperature) == 2).all()
+
+
+def test_prompts_of_different_lengths_need_no_token_that_the_vocabulary_does_not_have():
+    model = random_model(vocab_size=300)
+    lengths = [3, 20, 1]
+    idx = torch.randint(0, 300, (3, 20))
+    out = model.generate(idx, 9, lengths=lengths, temperature=0)
+    for row, length in enumerate(lengths):
+        alone = model.generate(idx[row : row + 1, :length], 9, temperature=0)[0]
+        assert torch.equal(out[row, : length + 9], alone) and (out[row, length + 9 :] == 299).all()
+
+
+def test_a_window_of_one_token_is_a_context_of_one_token():
+    model = random_model(block_size=1)
+    out = model.generate(torch.tensor([[5, 6, 7]]), 4, temperature=0)
+    assert out[0].tolist() == uncached_in_one(model, [5, 6, 7], 4)
+
+
+def uncached_in_one(model: GPT, row: list[int], n: int) -> list[int]:
+    for _ in range(n):
+        logits, _ = model(torch.tensor([row[-1:]]))
+        row = [*row, logits[0, -1].argmax().item()]
+    return row
+
+
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf])
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_spoiled_weights_give_a_sentence_and_no_tokens(tiny, spoiled, temperature):
+    with torch.no_grad():
+        tiny.transformer.ln_f.weight[3] = spoiled
+    with pytest.raises(UserError, match="logits in float32 are infinite or not a number"):
+        tiny.generate(torch.zeros(1, 3, dtype=torch.int64), 4, temperature=temperature)
+
+
 @pytest.mark.parametrize("lengths", [[0, 3], [4, 1]])
 def test_impossible_prompt_lengths_are_refused(tiny, lengths):
     with pytest.raises(UserError, match="every prompt needs"):
@@ -89,13 +146,15 @@ def test_a_compiled_step_gives_the_same_tokens_and_compiles_once(monkeypatch):
     from torch._dynamo.utils import counters
 
     model = random_model()
-    idx, lengths = torch.randint(0, 50257, (3, 6)), [6, 2, 4]
-    eager = model.generate(idx, 40, lengths=lengths, temperature=0)  # across the window's end
-    real = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **options: real(f, backend="aot_eager", **options))
+    idx = torch.randint(0, 50257, (3, 6))
+    lengths = [6, 2, 4]
+    how = dict(lengths=lengths, temperature=0)
+    eager = model.generate(idx, 40, **how)  # across the window's end
+    quick = partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", quick)
     counters.clear()
     for _ in range(2):
-        assert torch.equal(model.generate(idx, 40, lengths=lengths, temperature=0, compile=True), eager)
+        assert torch.equal(model.generate(idx, 40, compile=True, **how), eager)
     assert counters["stats"]["unique_graphs"] == 1
 
 
@@ -109,30 +168,38 @@ def directory(tmp_path, tiny):
 
 
 def run(monkeypatch, capsys, *args, stdin: bytes = b"") -> str:
-    monkeypatch.setattr(sys, "argv", ["sample.py", *map(str, args), "--device", "cpu", "--dtype", "float32"])
+    argv = ["sample.py", *map(str, args), "--device", "cpu", "--dtype", "float32"]
+    monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
     sample.main()
     return capsys.readouterr().out
 
 
 def test_a_streamed_sample_is_the_text_of_its_tokens(monkeypatch, capsys, directory):
-    out = run(monkeypatch, capsys, "--model", directory, "--prompt", "Hello 🌍", "--max-new-tokens", 12, "--temperature", 0)
+    flags = f"--model {directory} --max-new-tokens 12 --temperature 0".split()
+    out = run(monkeypatch, capsys, *flags, "--prompt", "Hello 🌍")
     prompt = get_tokenizer().encode_ordinary("Hello 🌍")
-    tokens = GPT.from_pretrained(directory).generate(torch.tensor([prompt]), 12, temperature=0)[0].tolist()
+    model = GPT.from_pretrained(directory)
+    tokens = model.generate(torch.tensor([prompt]), 12, temperature=0)[0].tolist()
     assert out == get_tokenizer().decode(tokens) + "\n"
 
 
-def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(monkeypatch, capsys, directory, tmp_path):
+def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(
+    monkeypatch, capsys, directory, tmp_path
+):
     prompts = ["Hello", "One two three four", "Żółw"]
-    args = ("--model", directory, "--max-new-tokens", 5, "--temperature", 0)
-    alone = [run(monkeypatch, capsys, *args, "--prompt", prompt) for prompt in prompts]
+    flags = f"--model {directory} --max-new-tokens 5 --temperature 0".split()
+    alone = [run(monkeypatch, capsys, *flags, "--prompt", prompt) for prompt in prompts]
     text = "\n".join([*prompts, ""])
-    lines = run(monkeypatch, capsys, *args, "--prompt", "-", "--json", stdin=text.encode()).splitlines()
-    assert [json.loads(line)["prompt"] for line in lines] == prompts
-    assert [json.loads(line)["prompt"] + json.loads(line)["text"] + "\n" for line in lines] == alone
-    (tmp_path / "prompts.txt").write_text(text, encoding="utf-8")
-    out = run(monkeypatch, capsys, *args, "--prompt", f"@{tmp_path / 'prompts.txt'}", "--num-samples", 2)
-    assert out == "".join(f"--- sample {2 * i + j}\n{one}" for i, one in enumerate(alone) for j in range(2))
+    out = run(monkeypatch, capsys, *flags, "--prompt", "-", "--json", stdin=text.encode())
+    samples = [json.loads(line) for line in out.splitlines()]
+    assert [sample["prompt"] for sample in samples] == prompts
+    assert [sample["prompt"] + sample["text"] + "\n" for sample in samples] == alone
+    source = tmp_path / "prompts.txt"
+    source.write_text(text, encoding="utf-8")
+    out = run(monkeypatch, capsys, *flags, "--prompt", f"@{source}", "--num-samples", 2)
+    twice = [one for one in alone for _ in range(2)]
+    assert out == "".join(f"--- sample {i}\n{one}" for i, one in enumerate(twice))
 
 
 def test_samples_are_drawn_together_and_leave_the_model_and_the_random_state_alone(tiny):
@@ -149,11 +216,15 @@ def test_a_sample_ends_at_the_first_stop_and_does_not_show_it(tiny):
     assert text == get_tokenizer().decode(tokens[1 : tokens.index(tokens[3], 1)])
 
 
+TWO_MISTAKES = "--num-samples 0: from 1 to 1,000,000,000; --top-p 0.0: above 0"
+
+
 @pytest.mark.parametrize(
     ("args", "stdin", "sentence"),
     [
-        (["--num-samples", 0, "--top-p", 0], b"", "--num-samples 0: at least 1; --top-p 0.0: above 0"),
+        (["--num-samples", 0, "--top-p", 0], b"", TWO_MISTAKES),
         (["--prompt", "-"], b"\n", "no line to continue"),
+        (["--prompt", "-"], b"", "no line to continue"),
     ],
 )
 def test_a_mistake_is_a_sentence(monkeypatch, capsys, directory, args, stdin, sentence):
@@ -162,6 +233,110 @@ def test_a_mistake_is_a_sentence(monkeypatch, capsys, directory, args, stdin, se
 
 
 def test_a_vocabulary_that_is_not_gpt2s_is_refused(tmp_path):
-    GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, vocab_size=65)).save_pretrained(tmp_path)
+    model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, vocab_size=65))
+    model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="a vocabulary of 65"):
         sample.load(str(tmp_path), torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        ("temperature", math.nan, "--temperature nan: 0 .the likeliest token. or above"),
+        ("temperature", math.inf, "--temperature inf"),
+        ("temperature", -1.0, "--temperature -1.0"),
+        ("top_p", math.nan, "--top-p nan: above 0, at most 1"),
+        ("seed", -1, "--seed -1: from 0 to"),
+        ("seed", 2**64, "--seed 18446744073709551616: from 0 to"),
+        ("num_samples", 10**20, "--num-samples 100000000000000000000: from 1 to"),
+        ("max_new_tokens", 10**20, "--max-new-tokens 100000000000000000000: from 1 to"),
+    ],
+)
+def test_an_impossible_value_is_named(flag, value, sentence):
+    with pytest.raises(UserError, match=sentence):
+        sample.check_flags(sample.SampleConfig(**{flag: value}))
+
+
+def test_extreme_values_that_mean_something_are_taken(monkeypatch, capsys, directory):
+    flags = f"--model {directory} --max-new-tokens 5 --num-samples 2".split()
+    greedy = run(monkeypatch, capsys, *flags, "--temperature", 0)
+    extremes = f"--temperature 1e-300 --top-k {10**20} --seed {2**64 - 1}".split()
+    assert run(monkeypatch, capsys, *flags, *extremes) == greedy
+    run(monkeypatch, capsys, *flags, "--temperature", 1e308, "--top-p", 1e-300)
+
+
+def test_more_than_memory_holds_is_compared_with_what_is_free(monkeypatch, capsys, directory):
+    flags = f"--model {directory} --num-samples 70".split()
+    too_many = "64 samples at a time with --max-new-tokens 1000000000 need 4,0.*GB is free"
+    with pytest.raises(UserError, match=too_many):
+        run(monkeypatch, capsys, *flags, "--max-new-tokens", 10**9)
+    monkeypatch.setattr(sample, "free_memory", lambda device: 10**6)
+    with pytest.raises(UserError, match="need 0.0 GB of memory, 0.0 GB is free"):
+        run(monkeypatch, capsys, *flags)
+
+
+def test_samples_are_made_some_at_a_time_however_many_are_asked_for(monkeypatch, capsys, directory):
+    def complete_all(model, prompts, *_, **__):
+        assert len(prompts) == sample.ROWS
+        return prompts
+
+    monkeypatch.setattr(sample, "complete_all", complete_all)
+    monkeypatch.setattr(sample, "print", print_until("--- sample 640"), raising=False)
+    with pytest.raises(BrokenPipeError):
+        run(monkeypatch, capsys, "--model", directory, "--num-samples", 10**9)
+
+
+def print_until(last: str):
+    """A print whose reader goes away."""
+
+    def write(text: str) -> None:
+        if text.startswith(last):
+            raise BrokenPipeError
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("absent", "No such file"), ("", "Is a directory"), ("a" * 300, "File name too long")],
+)
+def test_a_file_of_prompts_that_cannot_be_read_is_a_sentence(tmp_path, name, reason):
+    with pytest.raises(UserError, match=f"--prompt @.*{reason}.*with one prompt a line"):
+        sample.read_prompts(f"@{tmp_path / name}")
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a file without an end")
+def test_prompts_without_an_end_are_refused(monkeypatch):
+    monkeypatch.setattr(sample, "MOST", 10**6)
+    with pytest.raises(UserError, match="has more than 1,000,000 bytes"):
+        sample.read_prompts("@/dev/zero")
+
+
+def test_bytes_on_the_command_line_that_are_no_text_are_shown_as_the_model_reads_them(tiny):
+    (prompt,) = sample.read_prompts("caf\udce9")
+    assert prompt == "caf\ufffd"
+    (text,) = sample.complete(tiny, "caf\udce9", 1, 3, temperature=0)
+    assert text.startswith(prompt) and text.encode()
+
+
+def test_a_million_spaces_before_a_word_are_a_prompt(tiny, capsys):
+    prompt = " " * 1_200_000 + "word"
+    (text,) = sample.complete(tiny, prompt, 1, 3, temperature=0)
+    sample.print_stream(tiny.eval(), prompt, 3, temperature=0)
+    assert text.startswith(prompt) and capsys.readouterr().out == text + "\n"
+
+
+def test_a_compiler_that_does_not_work_is_a_sentence(monkeypatch, capsys, directory):
+    monkeypatch.setattr(sample, "compiler_works", lambda device: "no compiler here")
+    with pytest.raises(UserError, match="--compile: no compiler here; leave that flag out"):
+        run(monkeypatch, capsys, "--model", directory, "--compile")
+
+
+def test_a_reader_that_goes_away_ends_the_command_without_noise(directory):
+    flags = f"--model {directory} --num-samples 2 --device cpu --dtype float32".split()
+    launch = command("sample.py", *flags, "--prompt", "\udcff")
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen(launch, env=environment(), **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(LONGEST) == 0

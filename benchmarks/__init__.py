@@ -1,0 +1,1 @@
+"""What bench.py compares, and its records."""

@@ -1,0 +1,131 @@
+"""What every script shares: mistakes in a sentence, the command line, files written whole."""
+
+import hashlib
+import inspect
+import io
+import os
+import re
+import sys
+from dataclasses import field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+
+class UserError(ValueError):
+    """A mistake that the user can mend: what was found, what was expected, what to do."""
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's message; some libraries add a page to it."""
+    return str(error).partition("\n")[0].strip()
+
+
+def run_script(main) -> None:
+    """Calls `main`, as every script here ends.
+
+    A user's mistake or a failing disk is one line on stderr and exit code 1.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model's text on a console with few characters
+    try:
+        main()
+    except SystemExit as end:
+        if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # below the flags, the examples
+            print(sys.modules["__main__"].__doc__)
+        raise
+    except BrokenPipeError:  # `python sample.py | head`: the reader has gone, nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except (UserError, OSError) as error:
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)  # 128 + SIGINT, the shell's convention
+
+
+# -- the command line
+
+
+def read_flags(config_class, default=None, args: list[str] | None = None):
+    """The command line laid over `default`, as an instance of config_class, a dataclass.
+
+    The comment behind a field is the help of its flag. A heading among the fields,
+    `# -- batch: what it is about`, opens a box of --help.
+    """
+    import tyro
+
+    default = default or config_class()
+    hints = get_type_hints(config_class)
+    boxes = []
+    for title, about, comments in headings(config_class):
+        flags = [
+            (
+                name,
+                Annotated[hints[name], tyro.conf.arg(help=comment)],
+                field(default=getattr(default, name)),
+            )
+            for name, comment in comments.items()
+        ]
+        box = make_dataclass(title, flags)
+        box.__doc__ = about
+        boxes.append((title, box, field(default_factory=box)))
+    all_boxes = make_dataclass("Flags", boxes)
+    all_boxes.__doc__ = config_class.__doc__
+    given: Any = tyro.cli(all_boxes, args=args, config=(tyro.conf.OmitArgPrefixes,))
+    values: dict = {}
+    for box in vars(given).values():
+        values |= vars(box)
+    return config_class(**values)
+
+
+def headings(config_class) -> list[tuple[str, str, dict[str, str]]]:
+    """The headings in the source of a dataclass: title, what it is about, {field: its comment}."""
+    names = {f.name for f in fields(config_class)}
+    found: list[tuple[str, str, dict[str, str]]] = [("other", "", {})]
+    for line in inspect.getsource(config_class).splitlines():
+        heading = re.fullmatch(r"    # -- (\w+): (.+)", line)
+        name = re.match(r"    (\w+):", line)
+        if heading:
+            found.append((heading[1], heading[2], {}))
+        elif name and name[1] in names:
+            _, _, comment = line.partition("  # ")
+            _, _, comments = found[-1]
+            comments[name[1]] = comment
+    return [part for part in found if part[2]]
+
+
+# -- files
+
+
+def write_whole(path: Path, *chunks: bytes) -> str:
+    """Writes a file that is there whole or not at all, whatever happens; returns its SHA-256.
+
+    A temporary file beside it is flushed to the disk, then renamed. Raises OSError, and leaves
+    what was there before, if the disk is full or does not allow it.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    sha256 = hashlib.sha256()
+    try:
+        with open(beside, "wb") as file:
+            for chunk in chunks:
+                sha256.update(chunk)
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
+    return sha256.hexdigest()
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the entries of a directory, are on the disk."""
+    if os.name == "nt" and path.is_dir():  # Windows cannot open a directory, and needs no such call
+        return
+    descriptor = os.open(
+        path, os.O_RDONLY if path.is_dir() else os.O_RDWR
+    )  # Windows: only what can be written
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,240 @@
+"""What this machine computes with: devices, precision, speed, compiler, memory."""
+
+import os
+import re
+import sys
+import time
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch._functorch import config as functorch_config
+from torch.nn import attention
+
+from support.common import UserError
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """A device by name; auto is the accelerator that is there (CUDA, MPS), else the CPU."""
+    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if name not in ("auto", "cpu", here.type):
+        there = " or ".join(dict.fromkeys([here.type, "cpu"]))
+        raise UserError(f"device {name!r} is not available here: use {there}")
+    return here if name == "auto" else torch.device(name)
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or the CPU's where Linux tells it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    name = device.type
+    with suppress(OSError):
+        if found := re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text()):
+            name = found[1]
+    return f"{name}, {os.cpu_count()} cores"
+
+
+# -- precision
+
+
+def pick_dtype(device: torch.device, name: str = "auto", world=None) -> tuple[torch.dtype, str]:
+    """The dtype to autocast to on this device, and why.
+
+    auto is the fastest that trains well. On CPUs each process has timed its own, and float32 is
+    taken by all of `world` (a World) if one of them is faster with it.
+    """
+    if name != "auto":
+        return getattr(torch, name), "as asked"
+    if device.type == "cuda":
+        if torch.cuda.get_device_capability(device) >= (8, 0):
+            return torch.bfloat16, "compute capability 8.0 or newer"
+        return torch.float16, "this GPU has no bfloat16; the gradients are scaled"
+    if device.type == "cpu":
+        ratio = bfloat16_speed()
+        slow = ratio <= 1.5
+        if world is not None:
+            slow = world.any(slow)
+        why = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
+        return torch.float32 if slow else torch.bfloat16, why
+    if device.type == "mps":
+        return torch.bfloat16, "MPS has it"
+    return torch.float32, "unknown device"
+
+
+def autocast(device: torch.device, dtype: torch.dtype):
+    """The context that computes in dtype where that is safe; nothing for float32."""
+    return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+@lru_cache(maxsize=1)
+def bfloat16_speed() -> float:
+    """How many times faster than in float32 this CPU multiplies matrices in bfloat16.
+
+    The best of 15 each, in turns. A CPU's flags do not tell: with AMX it is several times, with
+    AVX512-BF16 alone it can be slower than float32, and elsewhere it is emulated.
+    """
+    cpu = torch.device("cpu")
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
+    for _ in range(15):
+        for dtype, times in seconds.items():
+            times.append(time_matmul(cpu, dtype))
+    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+
+
+# -- speed
+
+
+def time_matmul(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
+    """Seconds of one product of n × n matrices."""
+    a = torch.ones(n, n, dtype=dtype, device=device)
+    synchronize(device)
+    start = time.perf_counter()
+    a @ a
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until the device has done all that it was given; a CPU always has."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+# Published peaks of dense matmuls in TFLOP/s: float32, TF32, 16 bits accumulated in float32; by the
+# whole name that CUDA reports (a MIG slice or a laptop's GPU is another thing). Where a datasheet
+# counts sparsity, half of its figure.
+PEAKS = {
+    r"Tesla V100-SXM\d-\w+": (15.7, None, 125, "NVIDIA V100 datasheet, 2020"),
+    r"Tesla V100-PCIE-\w+": (14.0, None, 112, "NVIDIA V100 datasheet, 2020"),
+    r"Tesla T4": (8.1, None, 65, "NVIDIA T4 datasheet, 2019"),
+    r"NVIDIA A100-[\w-]+": (19.5, 156, 312, "NVIDIA A100 datasheet, 2021"),
+    r"NVIDIA L4": (30.3, 60, 121, "NVIDIA L4 datasheet, 2023"),
+    r"NVIDIA GeForce RTX 3090": (35.6, 35.6, 71, "NVIDIA Ampere GA102 whitepaper, appendix A"),
+    r"NVIDIA GeForce RTX 4090": (82.6, 82.6, 165.2, "NVIDIA Ada whitepaper, appendix A"),
+    r"NVIDIA GeForce RTX 5090": (
+        104.8,
+        104.8,
+        209.5,
+        "NVIDIA RTX Blackwell whitepaper, appendix A",
+    ),
+    r"NVIDIA H100 PCIe": (51, 378, 756, "NVIDIA H100 datasheet, 2023"),
+    r"NVIDIA H100 80GB HBM3": (67, 494.5, 989.5, "NVIDIA H100 datasheet, 2023 (SXM)"),
+    r"NVIDIA H200": (67, 494.5, 989.5, "NVIDIA H200 datasheet, 2024 (SXM)"),
+    r"NVIDIA B200": (80, 1100, 2250, "NVIDIA Blackwell architecture brief, 2024 (HGX)"),
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Operations a second that MFU is measured against, and their source.
+
+    That is the maker, or a matmul timed here. float32 on a GPU means TF32 where there is TF32 and
+    torch.set_float32_matmul_precision allows it.
+    """
+    if device.type == "cuda":
+        modern = torch.cuda.get_device_capability(device) >= (8, 0)
+        tf32 = modern and torch.get_float32_matmul_precision() != "highest"
+        for pattern, (float32, with_tf32, half, source) in PEAKS.items():
+            if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
+                if dtype != torch.float32:
+                    return 1e12 * half, source
+                return 1e12 * (with_tf32 if tf32 and with_tf32 else float32), source
+    n = 2048 if device.type == "cpu" else 4096  # smaller ones are slower
+    seconds = min(time_matmul(device, dtype, n) for _ in range(8))
+    return 2 * n**3 / seconds, f"measured here, matmuls of {n} × {n}"
+
+
+# -- compilation and kernels
+
+
+def compiler_works(device: torch.device) -> str:
+    """Empty if torch.compile works here, else why it does not."""
+    if device.type == "mps":
+        return "torch.compile is not reliable on MPS"
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+        return ""
+    except Exception as error:  # no compiler, no Triton, an unsupported Python: any reason will do
+        kind = type(error).__name__
+        return f"torch.compile does not work here ({kind}; it needs a C++ compiler such as g++)"
+
+
+def compiled(model: nn.Module, recompute: bool):
+    """torch.compile for training.
+
+    recompute: what takes neither matmul nor attention (GELU, layer norms, casts of the weights) is
+    computed again in the backward pass instead of kept, even where the compiler finds keeping it
+    faster. It is one setting for all models of the process, read when a model first runs.
+    """
+    functorch_config.ban_recompute_used_far_apart = not recompute
+    functorch_config.ban_recompute_long_fusible_chains = not recompute
+    functorch_config.ban_recompute_materialized_backward = not recompute
+    return torch.compile(model, dynamic=False)
+
+
+def newest_flash_attention(device: torch.device) -> str:
+    """Has SDPA use the FlashAttention of this GPU's generation -> its name, or "".
+
+    That is 3 for Hopper and 4 for Blackwell, where their packages are installed.
+    """
+    if device.type != "cuda" or not hasattr(
+        attention, "activate_flash_attention_impl"
+    ):  # PyTorch 2.11
+        return ""
+    generation = torch.cuda.get_device_capability(device)[0]
+    newest = {9: "FA3", 10: "FA4"}.get(generation, "")
+    if newest:
+        try:
+            attention.activate_flash_attention_impl(newest)
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+            ValueError,
+        ):  # not installed or not fitting: SDPA has its own
+            return ""
+    return newest
+
+
+# -- memory
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a GPU has left, or that this machine or container can give without swapping.
+
+    4 GB where nobody says.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    free = 4 * 2**30
+    with suppress(OSError, ValueError):
+        meminfo = Path("/proc/meminfo").read_text()
+        free = 1024 * number_after("MemAvailable:", meminfo)
+    cgroup = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # a container's limit; "max" is no number
+        limit = int((cgroup / "memory.max").read_text())
+        used = int((cgroup / "memory.current").read_text())
+        files = number_after("inactive_file", (cgroup / "memory.stat").read_text())
+        free = min(free, limit - used + files)  # the files that it has read can go
+    return free
+
+
+def number_after(name: str, text: str) -> int:
+    """The number behind a name in a table of the kernel's. Raises ValueError if it is not there."""
+    _, found, rest = text.partition(name)
+    if not found:
+        raise ValueError(f"no {name}")
+    return int(rest.split()[0])
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that the GPU's allocator held, or that this process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,216 @@
+"""One process or many: the only file that knows `torch.distributed`'s process group.
+
+In one process everything here is a no-op.
+"""
+
+import os
+import re
+import signal
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from support.common import UserError
+from support.device import pick_device
+
+
+class World:
+    """The processes of this run, as torchrun starts them: this one is `rank` of `size`.
+
+    device: auto (a GPU where there is one, else the CPU), cuda, mps or cpu. sharding: what the
+    processes divide among them besides the batch: nothing (ddp), the optimizer's state (zero1),
+    or weights and gradients too (fsdp). Use it as a context manager: the process group is
+    destroyed at the end whatever happens, so that no rank hangs or complains at exit. Raises
+    UserError for a device that is not there.
+    """
+
+    def __init__(self, device: str = "auto", sharding: str = "ddp"):
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        self.is_main = self.rank == 0
+        self.sharding = sharding if self.size > 1 else "none"
+        self.device = self.claim_device(device)
+        if self.size > 1:
+            self.join()
+
+    def claim_device(self, name: str) -> torch.device:
+        """The device of this process; on a CPU, its share of the cores."""
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if self.size > 1 and name == "auto" and not torch.cuda.is_available():
+            name = "cpu"  # several processes on a Mac: gloo has no MPS
+        device = pick_device(name)
+        if device.type == "cuda":
+            gpus = torch.cuda.device_count()
+            if local_size > gpus:
+                raise UserError(
+                    f"{local_size} processes on a machine with {gpus} GPUs: "
+                    f"use --nproc_per_node={gpus}"
+                )
+            device = torch.device("cuda", local_rank)
+            torch.cuda.set_device(device)
+        elif self.size > 1:  # torchrun allows one thread a process; share the cores instead
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        return device
+
+    def join(self) -> None:
+        """Meets the other processes."""
+        store, _, _ = next(dist.rendezvous("env://"))
+        if os.environ.get("GROUP_WORLD_SIZE") == "1":
+            # torchrun's store outlives the workers that it restarts, and so would the dead ones'
+            # addresses in it. With several nodes, which count their restarts apart,
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new one.
+            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+            store = dist.PrefixStore(f"start {restarts}", store)
+        on_gpu = self.device.type == "cuda"
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=store,
+            rank=self.rank,
+            world_size=self.size,
+            device_id=self.device if on_gpu else None,
+        )
+
+    def __enter__(self) -> "World":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.close()
+        lost = re.search("onnection (closed|reset|refused)", str(error))
+        if isinstance(error, RuntimeError) and lost:
+            raise UserError(
+                f"rank {self.rank}: another process is gone, see its own message ({error})"
+            ) from None
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # -- the model and its optimizer
+
+    def place(self, model, dtype: torch.dtype) -> None:
+        """Moves the model to the device; with fsdp only this process's part of each tensor.
+
+        fsdp gathers a block when it is its turn, in `dtype`, and averages gradients in float32
+        (Zhao et al. 2023). Call it before the optimizer is made.
+        """
+        if self.sharding != "fsdp":
+            model.to(self.device)
+            return
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(
+            param_dtype=dtype if dtype != torch.float32 else None,
+            reduce_dtype=torch.float32,
+        )
+        mesh = init_device_mesh(self.device.type, (self.size,))
+        for part in parts_of(model):
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        # the first forward finishes the set-up, and must be of the whole model
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
+        model.reshard()
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model whose backward pass averages the gradients over all processes."""
+        if self.size == 1 or self.sharding == "fsdp":
+            return model
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+
+    def sync_gradients(self, model: torch.nn.Module, on: bool) -> None:
+        """Whether the next forward and backward average the gradients.
+
+        DDP decides it in the forward, so call it before. fsdp averages in every micro-step: a
+        process that waited for the last one would have to hold all gradients whole.
+        """
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = on
+
+    def make_optimizer(
+        self, params, optimizer_class: type[torch.optim.Optimizer], **defaults
+    ) -> torch.optim.Optimizer:
+        """An optimizer; with zero1 each process keeps the state of its part of the parameters."""
+        if self.sharding == "zero1":
+            from torch.distributed.optim import ZeroRedundancyOptimizer
+
+            return ZeroRedundancyOptimizer(params, optimizer_class, **defaults)
+        return optimizer_class(params, **defaults)
+
+    @contextmanager
+    def whole(self, model):
+        """Within it each process calls the model as often as it likes.
+
+        With fsdp all of the model is gathered before.
+        """
+        parts = parts_of(model) if self.sharding == "fsdp" else []
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.set_reshard_after_forward(part is not model, recurse=False)
+                part.reshard()
+
+    # -- what the processes tell each other
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """x summed over all processes, the same on each."""
+        if self.size > 1:
+            x = x.clone()
+            dist.all_reduce(x)
+        return x
+
+    def mean(self, x: torch.Tensor) -> torch.Tensor:
+        return self.sum(x) / self.size
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any process: the same answer on each.
+
+        It travels beside the GPU's own work, which need not be finished.
+        """
+        return self.sum(torch.tensor(int(flag))).item() > 0
+
+    def barrier(self) -> None:
+        """Waits until every process has come here."""
+        self.any(False)
+
+
+def parts_of(model) -> list:
+    """What fsdp gathers at a time: each block, and the model with what the blocks leave."""
+    return [*model.transformer.h, model]
+
+
+# -- signals
+
+
+class Interrupted(Exception):
+    """SIGTERM or SIGINT came: the unfinished update or evaluation is dropped."""
+
+
+class Stop:
+    """Remembers SIGTERM and SIGINT, and raises Interrupted on all processes at the same point.
+
+    A second SIGINT ends at once. Of SIGTERM there may well be two: SLURM's own, and torchrun's that
+    passes it on.
+    """
+
+    def __init__(self, world: World):
+        self.world = world
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.remember)
+
+    def remember(self, number, _frame) -> None:
+        if self.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def check(self) -> None:
+        if self.world.any(self.asked):
+            raise Interrupted

@@ -1,0 +1,108 @@
+"""What a run says about itself: the command that started it, what it found, how long it takes."""
+
+import dataclasses
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+
+from support.device import device_name
+from support.distributed import World
+
+
+def command(*more: str) -> str:
+    """What was typed to start this run, and more flags."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    launcher = "python"
+    if size > local:
+        launcher = (
+            f"torchrun --nnodes={size // local} --nproc_per_node={local} "
+            "--rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+        )
+    elif size > 1:
+        launcher = f"torchrun --standalone --nproc_per_node={size}"
+    return f"{launcher} {shlex.join(['train_gpt2.py', *sys.argv[1:], *more])}"
+
+
+def command_to_resume() -> str:
+    if sys.argv[-2:] == ["--resume", "auto"]:  # the last of a flag counts
+        return command()
+    return command("--resume", "auto")
+
+
+def describe_run(config, world: World, dtype: torch.dtype, batch_size: int) -> dict:
+    """What the first line of metrics.jsonl holds, so that every number can be traced."""
+    git = ""
+    if shutil.which("git"):
+        asked = ["git", "describe", "--always", "--dirty"]
+        here = Path(__file__).parent.parent
+        git = subprocess.run(asked, capture_output=True, text=True, cwd=here).stdout.strip()
+    return {
+        "config": dataclasses.asdict(config),
+        "command": command(),
+        "git": git,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "device": {
+            "type": world.device.type,
+            "name": device_name(world.device),
+            "processes": world.size,
+            "threads": torch.get_num_threads(),
+        },
+        "dtype": dtype_name(dtype),
+        "batch_size": batch_size,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S"),
+        # the same for all that one torchrun starts
+        "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+    }
+
+
+def print_setup(run) -> None:
+    """The facts of a run that a reader of its output will want to have seen."""
+    config, world, say = run.config, run.world, run.log.say
+    rows = run.raw.config.padded_vocab_size
+    say(f"model: {run.raw.num_params():,} parameters (embedding padded to {rows} rows in memory)")
+    for optimizer in run.optimizers:
+        shared = ""
+        if world.sharding in ("zero1", "fsdp"):
+            shared = f", state divided over {world.size} processes"
+        say(describe_optimizer(optimizer) + shared)
+    for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
+        if loader:
+            shards, tokens = len(loader.shards), loader.num_tokens
+            say(f"{name}: {shards} shard(s), {tokens:,} tokens in {config.data_dir}")
+    total, tokens = config.total_batch_size, run.train_loader.num_tokens
+    say(
+        f"batch: B {run.batch_size} × T {config.sequence_length} "
+        f"× accumulation {run.grad_accum_steps} × ranks {world.size} = {total:,} tokens; "
+        f"an epoch is {tokens / total:,.1f} steps, the run {config.max_steps:,} steps "
+        f"or {config.max_steps * total / tokens:.2f} epochs"
+    )
+    if run.val_loader and config.val_tokens >= run.val_loader.num_tokens:
+        say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """Its name, how many tensors and parameters it decays and does not, and whether it is fused."""
+    parts = []
+    for kind, group in zip(("decayed", "other"), optimizer.param_groups, strict=False):
+        sizes = [p.numel() for p in group["params"]]
+        parts.append(f"{len(sizes)} {kind} tensors with {sum(sizes):,} parameters")
+    name = type(getattr(optimizer, "optim", optimizer)).__name__  # zero1 wraps it
+    fused = "fused" if optimizer.param_groups[0].get("fused") else "not fused"
+    return f"{name}: {', '.join(parts)}, {fused}"
+
+
+def duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(seconds))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

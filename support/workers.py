@@ -1,0 +1,84 @@
+"""Processes that work ahead of who needs their results, and that end when their parent ends."""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+
+from support.common import UserError
+
+
+def start_pool(workers: int, prepare: Callable, argument) -> ProcessPoolExecutor:
+    """Starts the processes; each of them calls prepare(argument) before it works.
+
+    Call this before there are threads, which a fork breaks. Raises UserError if the system does
+    not allow so many processes.
+    """
+    # no warning about the semaphores that a killed process leaves
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    try:
+        pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(prepare, argument))
+        with ctrl_c_blocked():
+            started = pool.submit(os.getpid)  # the first work makes it fork
+        started.result()
+    except OSError as error:
+        told = f"{workers} workers cannot be started ({error.strerror})"
+        raise UserError(f"{told}; try fewer --workers") from None
+    return pool
+
+
+@contextmanager
+def ctrl_c_blocked() -> Iterator[None]:
+    """Goes around what starts a process: Ctrl-C does not reach that, not even while it imports.
+
+    A process starts with those signals blocked that are blocked in the thread that starts it.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_worker(prepare: Callable, argument) -> None:
+    """Prepares a worker: it leaves Ctrl-C to its parent, and ends when the parent has ended."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    prepare(argument)
+
+
+def end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent, "only workers call this"
+    parent.join()
+    os._exit(1)
+
+
+def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead: int) -> Iterator:
+    """Yields (key, work(value)) for each (key, value) of the items, in order.
+
+    Meanwhile a thread takes up to `ahead` more and gives them to the workers. An error in taking
+    one is raised only after all that was taken before it has been yielded.
+    """
+    taker = ThreadPoolExecutor(1)
+
+    def start_next() -> tuple[object, Future] | None:
+        item = next(items, None)
+        if item is None:
+            return None
+        key, value = item
+        with ctrl_c_blocked():  # a pool that does not fork may start one more worker
+            return key, pool.submit(work, value)
+
+    started = deque(taker.submit(start_next) for _ in range(ahead))
+    while item := started.popleft().result():
+        started.append(taker.submit(start_next))
+        key, future = item
+        yield key, future.result()
