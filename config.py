@@ -1,6 +1,7 @@
 """What one edits: the settings of a training run, its presets, and the check before it starts."""
 
 import importlib.util
+import sys
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -62,6 +63,8 @@ class TrainConfig:
     sample_tokens: int = 32  # tokens added to it
     num_samples: int = 4  # how many, on each process
     checkpoint_every: int = 5000  # checkpoints (not at step 0)
+    checkpoint_minutes: float = 30.0  # and whenever the last one is older than this; 0 = never
+    save_best: bool = False  # and whenever the validation loss is the lowest so far
     keep_checkpoints: int = 2  # how many of the newest to keep; the best by validation loss stays
 
     # -- computation: How it computes.
@@ -151,16 +154,18 @@ def parse_command_line(args: list[str]) -> TrainConfig:
 
 
 AT_LEAST_1 = """n_layer n_head n_embd pad_vocab_to sequence_length total_batch_size max_steps
-    num_samples sample_tokens keep_checkpoints"""
+    num_samples sample_tokens keep_checkpoints val_tokens"""
 AT_LEAST_0 = """batch_size warmup_steps min_lr_frac weight_decay grad_clip skip_spikes
-    val_every hellaswag_every hellaswag_limit sample_every checkpoint_every"""
+    val_every hellaswag_every hellaswag_limit sample_every checkpoint_every checkpoint_minutes"""
 RANGES = [  # fields, what fits, in words
     (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
     (AT_LEAST_0, lambda x: x >= 0, "0 or more"),
     ("learning_rate eps", lambda x: x > 0, "above 0"),
     ("beta1 beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("decay_frac", lambda x: 0 < x <= 1, "above 0, at most 1"),
+    ("seed", lambda x: 0 <= x < 2**62, "at least 0 and below 2**62"),
 ]
+LARGEST = 2**62  # what does not fit into 64 bits breaks the files that it is written to
 
 
 def check(config: TrainConfig, world_size: int) -> list[str]:
@@ -180,7 +185,10 @@ def out_of_range(c: TrainConfig) -> list[str]:
     for names, fits, words in RANGES:
         for name in names.split():
             value = getattr(c, name)
-            if not fits(value):
+            largest = LARGEST if isinstance(value, int) else sys.float_info.max
+            if not -largest <= value <= largest:  # nan is neither
+                problems.append(f"{name} is {value}: it must be a finite number, at most {largest}")
+            elif not fits(value):
                 problems.append(f"{name} is {value}: it must be {words}")
     return problems
 

@@ -51,7 +51,7 @@ from support.sources import (
     read_patiently,
 )
 from support.tokenizer import EOT, get_tokenizer
-from support.workers import map_ahead, start_pool
+from support.workers import end_process, map_ahead, start_pool
 
 MOST_WORKERS = 1000
 NOT_SHAPING = ("data_dir", "workers", "hellaswag_path", "dry_run", "verify")  # same shards with any
@@ -490,7 +490,7 @@ def count_cores() -> int:
 def end_at_ctrl_c(*_) -> None:
     # not print, which may have been interrupted itself
     os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
-    os._exit(130)  # 128 + SIGINT, the shell's convention
+    end_process(130)  # 128 + SIGINT, the shell's convention
 
 
 def run_and_exit() -> None:
@@ -513,7 +513,7 @@ def run_and_exit() -> None:
         if stream:
             with suppress(OSError):  # nobody reads it any more, but the work is done
                 stream.flush()
-    os._exit(code)
+    end_process(code)
 
 
 def keep_stream_numbers() -> None:

@@ -529,14 +529,16 @@ def main() -> None:
 
 def check_output(path: Path) -> None:
     """Raises UserError unless a file can be written there: before the work, not behind it."""
-    problem = "it is a directory" if path.is_dir() else ""
+    if path.is_dir():
+        raise UserError(f"--json {path} is a directory: name a file in it")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        problem = f"no file can be made in {path.parent} ({error.strerror})"
-    if problem:
-        raise UserError(f"--json {path}: {problem}; name a file in a directory for writing")
+        raise UserError(
+            f"--json {path}: no file can be made in {path.parent} ({error.strerror}); "
+            "name a directory that is there and may be written"
+        ) from None
 
 
 def report(model: str, result: dict, complete: bool) -> None:

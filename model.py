@@ -5,10 +5,9 @@ hs = C / nh channels each, V = vocab_size.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from support import generation, hf
 from support.common import UserError
-from support.tokenizer import EOT, VOCAB_SIZE
+from support.shards import Shard, find_shards
+from support.tokenizer import VOCAB_SIZE
+
+HARMLESS = {"harmless": True}  # marks a field that does not change what is computed
 
 
 @dataclass
@@ -31,9 +33,9 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     # The embedding has rows up to a multiple of this, in memory only: matrix units like it.
-    pad_vocab_to: int = 128
+    pad_vocab_to: int = field(default=128, metadata=HARMLESS)
     # Recompute each block in the backward pass instead of keeping its activations.
-    activation_checkpointing: bool = False
+    activation_checkpointing: bool = field(default=False, metadata=HARMLESS)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -79,12 +81,18 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
+        self.activation_checkpointing = config.activation_checkpointing
         self.ln_1 = nn.LayerNorm(config.n_embd)
         self.attn = CausalSelfAttention(config)
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
     def forward(self, x, mask=None, cache=None):
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            return checkpoint(self.layers, x, mask, cache, use_reentrant=False)
+        return self.layers(x, mask, cache)
+
+    def layers(self, x, mask, cache):
         x = x + self.attn(self.ln_1(x), mask, cache)
         x = x + self.mlp(self.ln_2(x))
         return x
@@ -195,14 +203,17 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.logits(x), None
-        loss = LinearCrossEntropy.apply(
+        return None, self.loss(x, targets)
+
+    def loss(self, x, targets):
+        """Hidden states (B, T, C) and what comes next, (B, T) -> the mean loss, without logits."""
+        return LinearCrossEntropy.apply(
             x.flatten(0, 1),
             self.lm_head.weight,
             targets.flatten(),
             self.config.vocab_size,
             torch.is_grad_enabled(),
         )
-        return None, loss
 
     def hidden(self, idx, pos=None, mask=None, caches=None):
         """The hidden states after the last layer norm, (B, T, C): all but the vocabulary.
@@ -219,21 +230,14 @@ class GPT(nn.Module):
             pos = torch.arange(T, device=idx.device)
         return self.blocks(self.embed(idx, pos), mask, caches)
 
-    # Inductor would scatter the embedding's gradient with atomics: slow on a CPU, and different in
-    # every run.
-    @torch.compiler.disable
     def embed(self, idx, pos):
-        """idx, pos (B, T) -> (B, T, C)"""
+        """idx, pos (B, T) -> (B, T, C). Not compiled (device.compile_blocks says why)."""
         return self.transformer.wte(idx) + self.transformer.wpe(pos)
 
     def blocks(self, x, mask=None, caches=None):
         """From the embeddings to the last layer norm, (B, T, C) -> (B, T, C)."""
-        recompute = self.config.activation_checkpointing and torch.is_grad_enabled()
         for i, block in enumerate(self.transformer.h):
-            if recompute:
-                x = checkpoint(block, x, mask, use_reentrant=False)
-            else:
-                x = block(x, mask, caches[i] if caches else None)
+            x = block(x, mask, caches[i] if caches else None)
         return self.transformer.ln_f(x)
 
     def logits(self, x):
@@ -323,9 +327,19 @@ class GPT(nn.Module):
         or cannot be read.
         """
         shape, weights = hf.read_model(name_or_dir)
+        hf.refuse_other_sizes(shape, weights)
         device = torch.get_default_device()
         with torch.device("meta"):  # no time for random weights that are not to stay
             model = cls(GPTConfig(**{**shape, **overrides}))
+        T = model.config.block_size
+        if T > shape["block_size"]:
+            raise UserError(
+                f"the weights know {shape['block_size']} positions, {T} were asked for: "
+                "sequence_length can only shrink"
+            )
+        wpe = weights.get("transformer.wpe.weight")
+        if wpe is not None and len(wpe) == shape["block_size"]:
+            weights["transformer.wpe.weight"] = wpe[:T]
         model.allocate(device)
         model.load_weights(weights)
         return model
@@ -334,26 +348,30 @@ class GPT(nn.Module):
     def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
         """Copies weights in that have our names and no padding.
 
-        Raises UserError where one is missing or does not fit.
+        Raises UserError where one is missing, has another shape, or is not of this model.
         """
+        L = self.config.n_layer
         for name, p in self.named_parameters():
             if name not in weights:
-                L = self.config.n_layer
                 raise UserError(
                     f"the weights have no tensor {name}: this is not a GPT-2 of {L} layers"
                 )
             w = weights[name]
             rows = self.true_rows(name) or len(p)
-            if name == "transformer.wpe.weight" and len(w) < rows:
+            expected = (rows, *p.shape[1:])
+            if w.shape != expected or not w.is_floating_point():
                 raise UserError(
-                    f"the weights know {len(w)} positions, {rows} were asked for: "
-                    "sequence_length can only shrink"
+                    f"{name} has shape {tuple(w.shape)} of {w.dtype} where {expected} of "
+                    "floating-point numbers was expected"
                 )
-            if w.shape[1:] != p.shape[1:] or len(w) < rows:
-                expected = (rows, *p.shape[1:])
-                raise UserError(f"{name} has shape {tuple(w.shape)} where {expected} was expected")
-            p[:rows] = w[:rows]
+            p[:rows] = w
             p[rows:] = 0
+        surplus = set(weights) - {name for name, _ in self.named_parameters()}
+        if surplus:
+            raise UserError(
+                f"the weights have a tensor {min(surplus)} too much: "
+                f"this is not a GPT-2 of {L} layers"
+            )
 
     def save_pretrained(
         self, directory: str | Path, state_dict: dict | None = None, card: dict | None = None
@@ -391,84 +409,17 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
 # -- data
 
 
-class Shard:
-    """One file of tokens.
-
-    It is our and build-nanogpt's `.npy`, llm.c's `.bin` with a header, or nanoGPT's `.bin`
-    without one.
-    """
-
-    HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, and zeros
-    MAGIC = 20240520
-
-    def __init__(self, path: Path):
-        self.path = path
-        if path.suffix == ".npy":
-            self.offset, self.num_tokens = self.look_at_npy()
-        else:
-            self.offset, self.num_tokens = self.look_at_bin()
-
-    def look_at_npy(self) -> tuple[int, int]:
-        """-> the byte at which the tokens start, and how many there are.
-
-        Raises UserError for a damaged file.
-        """
-        try:
-            tokens = np.load(self.path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            raise UserError(
-                f"{self.path} is not a whole .npy file ({error}): "
-                "it is damaged or truncated, make it again"
-            ) from None
-        if tokens.dtype != np.uint16 or tokens.ndim != 1:
-            raise UserError(
-                f"{self.path} holds {tokens.dtype} of shape {tokens.shape}; "
-                "a shard is one-dimensional uint16"
-            )
-        return tokens.offset, len(tokens)
-
-    def look_at_bin(self) -> tuple[int, int]:
-        """The same of a `.bin` file, which has llm.c's header or none."""
-        size = self.path.stat().st_size
-        header = np.fromfile(self.path, np.int32, 3)
-        if len(header) == 3 and header[0] == self.MAGIC:
-            _, version, promised = header.tolist()
-            offset = 4 * self.HEADER
-            found = (size - offset) // 2
-            if version != 1 or size != offset + 2 * promised:
-                raise UserError(
-                    f"{self.path}: its header says version {version} and {promised} tokens, "
-                    f"version 1 and {found} were found: it is damaged, or of another tokenizer"
-                )
-            return offset, promised
-        if size % 2:
-            raise UserError(
-                f"{self.path} has an odd number of bytes ({size}): uint16 tokens were expected"
-            )
-        return 0, size // 2
-
-    def tokens(self) -> np.ndarray:
-        return np.memmap(self.path, np.uint16, "r", self.offset, (self.num_tokens,))
-
-
-def permutation(n: int, *seed: int) -> np.ndarray:
-    """0..n-1 in an order that depends on the seed alone.
-
-    The raw bits of PCG64 never change between versions of NumPy.
-    """
-    bits = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
-    return np.argsort(bits, kind="stable")
-
-
 class DataLoaderLite:
-    """Batches from the token shards of one split, an endless stream cut into sequences.
+    """Batches from the token shards of one split, an endless stream of sequences.
 
-    A sequence is T+1 tokens, its last one is the first of the next. Epoch follows epoch, and
-    sequence k is the same whoever asks. `cursor` counts the sequences consumed by all processes:
-    it is the same on every rank, and the whole state. A batch of rank r is sequences cursor + r·B
-    onwards. With shuffle, each epoch permutes the shards, and inside a shard the pieces between
-    two <|endoftext|>, by generators seeded with (seed, epoch) and (seed, epoch, shard). Raises
-    UserError for missing, damaged or too small shards.
+    A sequence is T+1 tokens; inside a shard they are cut with stride T, so each one's last token is
+    the next one's first, and what is left at a shard's end is skipped. Epoch follows epoch, and
+    sequence k is the same whoever asks. `cursor` counts the sequences consumed by all processes: it
+    is the same on every rank, and the whole state. A batch of rank r is the sequences from
+    cursor + r·B on.
+
+    With shuffle, each epoch permutes the shards, and in each shard the sequences, which begin at
+    another offset in each epoch. Raises UserError for missing, damaged or too small shards.
     """
 
     def __init__(
@@ -490,21 +441,16 @@ class DataLoaderLite:
         self.shuffle = shuffle
         self.seed = seed
         self.vocab_size = vocab_size
-        pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
-        paths = sorted(p for p in Path(data_dir).glob("*") if pattern.fullmatch(p.name))
-        if not paths:
+        self.shards = find_shards(Path(data_dir), split)
+        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
+        self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
+        if not self.num_sequences:
             raise UserError(
-                f"no {split} shards in {data_dir} (files like *_{split}_000000.npy): "
-                "make them with python fineweb.py, or name another directory with --data-dir"
+                f"the {split} split in {data_dir} has {self.num_tokens} tokens in "
+                f"{len(self.shards)} shard(s), none of them has one sequence of {T} + 1"
             )
-        self.shards = [Shard(path) for path in paths]
-        self.num_tokens = sum(shard.num_tokens for shard in self.shards)  # of an epoch
-        if self.num_tokens <= T:
-            raise UserError(
-                f"the {split} split in {data_dir} has {self.num_tokens} tokens, "
-                f"less than one sequence of {T} + 1"
-            )
-        self.opened: tuple = (None, None)  # which shard and epoch, and what open_shard made of it
+        self.open_epoch: tuple = (None, None)  # its number, and what order_of says of it
+        self.open_shard: tuple = (None, None)  # epoch and index, and what starts_of says of it
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
 
@@ -532,75 +478,80 @@ class DataLoaderLite:
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Sequences first … first + count - 1 as x, y (count, T).
 
-        This is the one place where the stream is cut into sequences.
+        >>> import tempfile
+        >>> folder = tempfile.mkdtemp()
+        >>> np.save(f"{folder}/a_train_000001.npy", np.arange(10, dtype=np.uint16))
+        >>> x, y = DataLoaderLite(folder, "train", B=1, T=4).batch(first=0, count=2)
+        >>> x.tolist(), y.tolist()
+        ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
         """
-        stream = self.read(first * self.T, count * self.T + 1).astype(np.int64)
-        x = torch.from_numpy(stream[:-1]).view(count, self.T)
-        y = torch.from_numpy(stream[1:]).view(count, self.T)
+        sequences = np.stack([self.sequence(first + i) for i in range(count)]).astype(np.int64)
+        x = torch.from_numpy(sequences[:, :-1]).contiguous()
+        y = torch.from_numpy(sequences[:, 1:]).contiguous()
         if torch.cuda.is_available():
             return x.pin_memory(), y.pin_memory()
         return x, y
 
-    def read(self, position: int, count: int) -> np.ndarray:
-        """`count` tokens of the endless stream, uint16."""
-        parts = []
-        while count:
-            epoch, offset = divmod(position, self.num_tokens)
-            order, ends = self.shard_order(epoch)
-            i = int(np.searchsorted(ends, offset, side="right"))  # the shard that holds this token
-            start = int(ends[i - 1]) if i else 0
-            n = min(count, int(ends[i]) - offset)
-            parts.append(self.read_shard(int(order[i]), epoch, offset - start, n))
-            position += n
-            count -= n
-        return np.concatenate(parts)
+    def sequence(self, k: int) -> np.ndarray:
+        """The T+1 tokens of sequence k of the stream, uint16."""
+        shard, start = self.find_sequence(k)
+        tokens = shard.read(start, self.T + 1)
+        if tokens.max() >= self.vocab_size:
+            bad = int(np.argmax(tokens >= self.vocab_size))
+            raise UserError(
+                f"{shard.path}: token {tokens[bad]} at offset {start + bad} is outside the "
+                f"vocabulary of {self.vocab_size}: the file is damaged, or made with another "
+                "tokenizer"
+            )
+        return tokens
 
-    def read_shard(self, index: int, epoch: int, offset: int, count: int) -> np.ndarray:
-        """`count` tokens from `offset` of a shard, its pieces in this epoch's order."""
-        wanted = (index, epoch if self.shuffle else 0)
-        which, opened = self.opened
+    def find_sequence(self, k: int) -> tuple[Shard, int]:
+        """-> the shard that holds sequence k of the stream, and the token at which it begins."""
+        epoch, k = divmod(k, self.num_sequences)
+        number, found = self.open_epoch
+        if number != epoch:
+            found = self.order_of(epoch)
+            self.open_epoch = (epoch, found)
+        order, ends = found
+        i = int(np.searchsorted(ends, k, side="right"))  # the shard's place in this epoch's order
+        before = int(ends[i - 1]) if i else 0
+        wanted = (epoch, int(order[i]))
+        which, starts = self.open_shard
         if which != wanted:
-            opened = self.open_shard(*wanted)
-            self.opened = (wanted, opened)
-        tokens, starts, ends = opened
-        parts = []
-        i = int(np.searchsorted(ends, offset, side="right"))
-        while count:
-            into = offset - (int(ends[i - 1]) if i else 0)
-            n = min(count, int(ends[i]) - offset)
-            begin = int(starts[i]) + into
-            part = np.array(tokens[begin : begin + n])
-            if part.max() >= self.vocab_size:
-                bad = int(np.argmax(part >= self.vocab_size))
-                raise UserError(
-                    f"{self.shards[index].path}: token {part[bad]} at offset {begin + bad} is "
-                    f"outside the vocabulary of {self.vocab_size}: the file is damaged, or made "
-                    "with another tokenizer"
-                )
-            parts.append(part)
-            offset += n
-            count -= n
-            i += 1
-        return np.concatenate(parts)
+            starts = self.starts_of(*wanted)
+            self.open_shard = (wanted, starts)
+        return self.shards[order[i]], int(starts[k - before])
 
-    def shard_order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards of an epoch in order, and where each ends in it."""
+    def sequences_in(self, shard: Shard) -> int:
+        """How many sequences a shard has, in every epoch the same number."""
+        N, T = shard.num_tokens, self.T
+        if N <= T:
+            return 0
+        if self.shuffle:  # one less, so that there is room for an offset
+            return max(1, (N - T) // T)
+        return (N - 1) // T
+
+    def order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards of an epoch in order, and how many sequences come up to the end of each."""
         order = np.arange(len(self.shards))
         if self.shuffle:
-            order = permutation(len(self.shards), self.seed, epoch)
-        return order, np.cumsum([self.shards[i].num_tokens for i in order])
+            order = np.argsort(random_bits(len(order), self.seed, epoch), kind="stable")
+        return order, np.cumsum([self.sequences_in(self.shards[i]) for i in order])
 
-    def open_shard(self, index: int, epoch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """A shard's tokens (mapped, not read), and where its pieces start and end.
-
-        The starts are in the file, the ends in the order of this epoch.
-        """
-        tokens = self.shards[index].tokens()
+    def starts_of(self, epoch: int, index: int) -> np.ndarray:
+        """The tokens of a shard at which its sequences begin, in the order of this epoch."""
+        shard = self.shards[index]
+        n = self.sequences_in(shard)
         if not self.shuffle:
-            return tokens, np.array([0]), np.array([len(tokens)])
-        starts = np.flatnonzero(tokens == EOT)
-        if len(starts) == 0 or starts[0] != 0:
-            starts = np.concatenate([[0], starts])
-        order = permutation(len(starts), self.seed, epoch, index)
-        lengths = np.diff(starts, append=len(tokens))
-        return tokens, starts[order], np.cumsum(lengths[order])
+            return self.T * np.arange(n)
+        bits = random_bits(n + 1, self.seed, epoch, index)
+        offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
+        return offset + self.T * np.argsort(bits[1:], kind="stable")
+
+
+def random_bits(n: int, *seed: int) -> np.ndarray:
+    """n random numbers of 64 bits that depend on the seed alone.
+
+    The raw bits of PCG64 never change between versions of NumPy.
+    """
+    return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)

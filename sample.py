@@ -7,6 +7,7 @@ import codecs
 import json
 import math
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,45 +70,37 @@ def complete(
     return [prompt + text for text in texts]
 
 
-def complete_all(
-    model: GPT, prompts: list[str], max_new_tokens: int, *, stop=EOT, **sampling
-) -> list[str]:
-    """The continuation of each prompt up to the token `stop`, all made in one batch.
+def complete_all(model: GPT, prompts: list[str], max_new_tokens: int, **sampling) -> list[str]:
+    """The continuations of some prompts, made in one batch; the arguments are `stream_texts`'.
 
-    sampling: the other arguments of GPT.stream. An empty prompt starts from <|endoftext|>. Leaves
-    model.training and the global random state as they were.
+    Leaves model.training and the global random state as they were.
     """
-    rows = [encode(prompt) or [EOT] for prompt in prompts]
-    idx = pad(rows, model.transformer.wte.weight.device)  # (B, T)
-    sampling |= dict(stop=stop, lengths=[len(row) for row in rows])
     was_training = model.training
     model.eval()
     try:
-        steps = list(model.stream(idx, max_new_tokens, **sampling))
+        pieces = list(stream_texts(model, prompts, max_new_tokens, **sampling))
     finally:
         model.train(was_training)
-    texts = []
-    for tokens in torch.stack(steps, dim=1).tolist():
-        if stop in tokens:
-            tokens = tokens[: tokens.index(stop)]
-        texts.append(get_tokenizer().decode(tokens))
-    return texts
+    return ["".join(texts) for texts in zip(*pieces, strict=True)]
 
 
-def print_stream(model: GPT, prompt: str, max_new_tokens: int, *, stop=EOT, **sampling) -> None:
-    """Prints a prompt, then its continuation token by token as they are made.
+def stream_texts(
+    model: GPT, prompts: list[str], max_new_tokens: int, *, stop=EOT, **sampling
+) -> Iterator[list[str]]:
+    """Yields the next piece of each prompt's continuation, token by token up to the token `stop`.
 
-    A token may end inside a character: its bytes wait for the next token.
+    A token may end inside a character: its bytes wait for the next token. An empty prompt starts
+    from <|endoftext|>. sampling: the other arguments of GPT.stream.
     """
-    idx = pad([encode(prompt) or [EOT]], model.transformer.wte.weight.device)  # (1, T)
-    characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    print(prompt, end="", flush=True)
-    for token in model.stream(idx, max_new_tokens, stop=stop, **sampling):
-        if token.item() == stop:
-            break
-        spelling = get_tokenizer().decode_single_token_bytes(token.item())
-        print(characters.decode(spelling), end="", flush=True)
-    print(characters.decode(b"", final=True))
+    rows = [encode(prompt) or [EOT] for prompt in prompts]
+    idx = pad(rows, model.transformer.wte.weight.device)  # (B, T)
+    lengths = [len(row) for row in rows]
+    spell = get_tokenizer().decode_single_token_bytes
+    decoders = [codecs.getincrementaldecoder("utf-8")(errors="replace") for _ in rows]
+    for tokens in model.stream(idx, max_new_tokens, lengths=lengths, stop=stop, **sampling):
+        spelled = [b"" if token == stop else spell(token) for token in tokens.tolist()]
+        yield [decoder.decode(some) for decoder, some in zip(decoders, spelled, strict=True)]
+    yield [decoder.decode(b"", final=True) for decoder in decoders]
 
 
 # -- the command
@@ -162,8 +155,8 @@ def check_memory(model: GPT, rows: int, prompts: list[str], max_new_tokens: int)
     T = min(c.block_size, max(len(encode(prompt)) for prompt in prompts) + max_new_tokens)
     # keys and values of each layer; while the prompts are read, two activations of the MLP
     cache = T * (2 * c.n_layer + 2 * 4) * c.n_embd * weight.itemsize
-    tokens = 64 * max_new_tokens  # as int64, as Python's numbers and as text
-    needed = rows * (cache + tokens)
+    pieces = 100 * max_new_tokens  # short Python strings
+    needed = rows * (cache + pieces)
     free = free_memory(weight.device)
     if needed > free:
         raise UserError(
@@ -192,7 +185,10 @@ def main() -> None:
     )
     total = len(prompts) * config.num_samples
     if total == 1 and not config.json:
-        print_stream(model, prompts[0], config.max_new_tokens, **sampling)
+        print(prompts[0], end="", flush=True)
+        for (text,) in stream_texts(model, prompts, config.max_new_tokens, **sampling):
+            print(text, end="", flush=True)
+        print()
         return
     check_memory(model, min(total, ROWS), prompts, config.max_new_tokens)
     for start in range(0, total, ROWS):

@@ -7,7 +7,6 @@ python train_gpt2.py --preset quickstart
 import dataclasses
 import math
 import os
-import shlex
 import statistics
 import sys
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
 import hellaswag
@@ -22,27 +22,32 @@ import sample
 from config import TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, plots
-from support.common import UserError, run_script
+from support.common import UserError, run_script, say
 from support.device import (
     autocast,
-    compiled,
+    compile_blocks,
     compiler_works,
+    eager,
     free_memory,
     newest_flash_attention,
     peak_flops,
     peak_memory,
     pick_dtype,
+    seed_everything,
 )
 from support.distributed import Interrupted, Stop, World
-from support.log import Log, read_metrics
+from support.fitting import fit_batch_size
+from support.log import Log, alone_in, read_metrics
 from support.report import (
     command,
     command_to_resume,
     describe_run,
     dtype_name,
     duration,
+    explain_nan,
     print_setup,
 )
+from support.shards import identify
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -149,7 +154,7 @@ def validate(
 
     It does not depend on the micro-batch and the number of processes.
     """
-    sequences = min(val_tokens, loader.num_tokens - 1) // loader.T
+    sequences = min(val_tokens // loader.T, loader.num_sequences)
     was_training = raw.training
     raw.eval()
     on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
@@ -161,6 +166,9 @@ def validate(
         count = min(loader.B, sequences - mine)
         if count > 0:
             x, y = loader.batch(mine, count)
+            # the last batch is as large as the others, for the compiled blocks; -1 is ignored
+            x = F.pad(x, (0, 0, 0, loader.B - count))
+            y = F.pad(y, (0, 0, 0, loader.B - count), value=-1)
             with autocast(world.device, dtype):
                 _, loss = raw(x.to(world.device), y.to(world.device))
             total += loss.to(total) * count
@@ -170,98 +178,31 @@ def validate(
     return (world.sum(total) / sequences).item()
 
 
-# -- the micro-batch finds its own size
-
-
-def fit_batch_size(
-    model: torch.nn.Module, raw: GPT, config: TrainConfig, world: World, dtype: torch.dtype
-) -> int:
-    """The largest power of two up to 64 that divides the batch and fits in memory.
-
-    It is the same on every process. On a GPU it tries. On a CPU, where running out of memory
-    raises nothing, and with fsdp, where a process that fails would leave the others waiting, what
-    the backward pass needs is estimated, and must stay within half of the free memory.
-    """
-    T = config.sequence_length
-    B = math.gcd(64, config.total_batch_size // T // world.size)
-    if world.device.type == "cuda" and world.sharding != "fsdp":
-        while B > 1 and world.any(runs_out_of_memory(model, raw, B, T, world, dtype)):
-            B //= 2
-        torch.cuda.reset_peak_memory_stats()
-        torch._dynamo.reset()  # what was compiled for the other sizes counts toward its limit
-        return B
-    room, per_token = estimate_memory(raw, world, dtype)
-    while world.any(B > 1 and B * T * per_token > room):
-        B //= 2
-    return B
-
-
-def estimate_memory(raw: GPT, world: World, dtype: torch.dtype) -> tuple[float, int]:
-    """Bytes that activations may take in this process, and bytes that a token needs."""
-    free = free_memory(world.device) / 2
-    if world.device.type == "cpu":
-        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    state = 12.0 * raw.num_params()  # gradients and two moments
-    if world.sharding == "fsdp":
-        state /= world.size
-    c = raw.config
-    values = 18 * c.n_layer  # kept for each token and channel
-    if c.activation_checkpointing:
-        values = 18 + c.n_layer
-    width = 4 if dtype == torch.float32 else 3  # bytes: 16 bits, with some float32 beside them
-    return free - state, width * values * c.n_embd
-
-
-def runs_out_of_memory(
-    model: torch.nn.Module, raw: GPT, B: int, T: int, world: World, dtype: torch.dtype
-) -> bool:
-    """Whether a micro-batch of B sequences is too much.
-
-    Beside it there must be room for weights, gradients and AdamW's two moments.
-    """
-    try:
-        sharing = world.size if world.sharding == "zero1" else 1  # ranks that divide the moments
-        size = 2 * sum(p.numel() for p in raw.parameters()) // sharing
-        moments = torch.empty(size, device=world.device)
-        x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
-        # from the second micro-step on, the gradients are there before the activations
-        for _ in range(2):
-            with autocast(world.device, dtype):
-                _, loss = model(x, x)
-            loss.backward()
-        del moments
-        return False
-    except torch.OutOfMemoryError:
-        return True
-    finally:
-        raw.zero_grad(set_to_none=True)
-        torch.cuda.empty_cache()
-
-
 # -- a run
 
 
 class Run:
     """What the loop works on.
 
-    `raw` is the model as it is saved, scored and sampled; `model` around it is compiled,
-    averages the gradients of all processes, and is trained.
+    `raw` is the model as it is saved, scored and sampled, its blocks compiled in place; `model`
+    around it averages the gradients of all processes, and is trained.
     """
 
     PROGRESS = ("step", "evaluated", "cursor", "best", "losses", "recent")  # kept in a checkpoint
 
-    def __init__(self, config: TrainConfig, world: World):
-        """Begins from nothing, from other weights, or from a checkpoint."""
+    def __init__(
+        self, config: TrainConfig, world: World, log: Log, found: checkpoint.Found | None = None
+    ):
+        """Begins from nothing, from other weights, or from a checkpoint that was found."""
         self.config = config
         self.world = world
+        self.log = log
         self.stop = Stop(world)
-        self.log = Log(config.log_dir, world.is_main, config.tracker)
         self.step = 0  # updates done
         self.cursor = 0  # where this step's sequences start
         self.evaluated = False  # whether what is due at this step is done
-        self.best: dict | None = (
-            None  # loss and step of the best validation at a step with a checkpoint
-        )
+        # loss and step of the best validation so far at a step with a checkpoint
+        self.best: dict | None = None
         self.losses: dict[str, float] = {}  # the last ones, for the model card
         self.recent: dict[str, list[float]] = {"loss": [], "norm": []}  # for skip_spikes
         self.skipped = ""  # why the last update was not made
@@ -270,7 +211,6 @@ class Run:
         # The order matters. Only a model that is placed on its device can be compiled for it; the
         # largest micro-batch is found with the compiled model, without the buckets of DDP; and the
         # optimizers need the parameters that wrapping leaves.
-        found = find_resume(config, world, self.log)
         self.build_model(found)
         self.fit_batch(found)
         self.build_loaders()
@@ -281,7 +221,7 @@ class Run:
         print_setup(self)
         self.begin(found)
 
-    def build_model(self, found: tuple[Path, dict] | None) -> None:
+    def build_model(self, found: checkpoint.Found | None) -> None:
         """The model: new, or from a checkpoint or other weights; on its device, compiled."""
         config = self.config
         world = self.world
@@ -290,16 +230,7 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
             torch.use_deterministic_algorithms(True)
         self.dtype, reason = choose_dtype(config, world, found)
-        torch.manual_seed(config.seed)
-        same_names = {f.name for f in dataclasses.fields(GPTConfig)} & set(vars(config))
-        fields = {name: getattr(config, name) for name in same_names}
-        fields["block_size"] = config.sequence_length
-        if found is None and config.init_from == "scratch":
-            self.raw = GPT(GPTConfig(**fields))
-        else:
-            for name in ("n_layer", "n_head", "n_embd"):  # the weights have sizes of their own
-                del fields[name]
-            self.raw = GPT.from_pretrained(found[0] if found else config.init_from, **fields)
+        self.raw = self.build_raw(found)
         world.place(self.raw, self.dtype)
 
         why_eager = compiler_works(world.device) if config.compile else "as asked"
@@ -307,20 +238,35 @@ class Run:
         if not config.deterministic and (flash := newest_flash_attention(world.device)):
             kernels += f", {flash}"
         self.log.say(f"device: {world.device}, {dtype_name(self.dtype)} ({reason}), {kernels}")
-        self.model: torch.nn.Module = self.raw
         if not why_eager:
-            self.model = compiled(self.raw, recompute=world.device.type == "cpu")
+            compile_blocks(self.raw, recompute=world.device.type == "cpu")
 
-    def fit_batch(self, found: tuple[Path, dict] | None) -> None:
+    def build_raw(self, found: checkpoint.Found | None) -> GPT:
+        """The model on the CPU: as the checkpoint says, from other weights, or new.
+
+        A field of GPTConfig that TrainConfig has too is set by its flag.
+        """
+        config = self.config
+        asked = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
+        asked["block_size"] = config.sequence_length
+        harmless = [f.name for f in dataclasses.fields(GPTConfig) if f.metadata.get("harmless")]
+        memory = {name: asked[name] for name in harmless if name in asked}
+        refuse_too_large(found.state["model"] if found else asked)
+        torch.manual_seed(config.seed)
+        if found:
+            return GPT.from_pretrained(found.path, **{**found.state["model"], **memory})
+        if config.init_from == "scratch":
+            return GPT(GPTConfig(**asked))
+        return GPT.from_pretrained(config.init_from, block_size=config.sequence_length, **memory)
+
+    def fit_batch(self, found: checkpoint.Found | None) -> None:
         """The micro-batch: as asked, as before, or as large as fits."""
         sequences = self.config.total_batch_size // self.config.sequence_length // self.world.size
         self.batch_size = self.config.batch_size
         if self.batch_size == 0 and found:
-            self.batch_size = found[1]["batch_size"]
+            self.batch_size = found.state["batch_size"]
         if self.batch_size == 0 or sequences % self.batch_size:
-            self.batch_size = fit_batch_size(
-                self.model, self.raw, self.config, self.world, self.dtype
-            )
+            self.batch_size = fit_batch_size(self.raw, self.config, self.world, self.dtype)
         self.grad_accum_steps = sequences // self.batch_size
 
     def build_loaders(self) -> None:
@@ -348,7 +294,7 @@ class Run:
         """The model that averages gradients over the processes, and what updates it."""
         config = self.config
         world = self.world
-        self.model = world.wrap(self.model)
+        self.model = world.wrap(self.raw)
         self.optimizers = self.raw.configure_optimizers(
             weight_decay=config.weight_decay,
             learning_rate=config.learning_rate,
@@ -366,20 +312,31 @@ class Run:
         self.peak = peak * self.world.size
         self.log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({source})")
 
-    def begin(self, found: tuple[Path, dict] | None) -> None:
+    def begin(self, found: checkpoint.Found | None) -> None:
         """Starts the logs, or goes on where a checkpoint left everything."""
         about = describe_run(self.config, self.world, self.dtype, self.batch_size)
         about["model"] = dataclasses.asdict(self.raw.config)
         if found:
-            restore(self, *found)
-        if self.world.is_main:  # checkpoints of later steps belong to a run that is given up
-            checkpoint.remove_after(self.config.log_dir, self.step if found else -1)
+            restore(self, found)
+        if self.world.is_main:
+            self.clear_the_way(found)
         if found:
             self.log.resume(self.step, self.evaluated, about)
         else:
             self.log.start(about)
         self.started_at = self.step
         self.first_step_done = 0.0  # compilation belongs to the first step
+        self.saved_at = time.perf_counter()  # or begun
+
+    def clear_the_way(self, found: checkpoint.Found | None) -> None:
+        """Renames damaged checkpoints, and those of a run that is given up; --overwrite removes."""
+        for path in found.damaged if found else []:
+            checkpoint.set_aside(path, "damaged")
+        for path in checkpoint.checkpoints(self.config.log_dir):
+            if self.config.overwrite and not found:
+                checkpoint.remove(path)
+            elif not found or checkpoint.step_of(path) > self.step:
+                checkpoint.set_aside(path, "abandoned")
 
     def wall(self) -> float:
         return time.perf_counter() - self.began
@@ -402,12 +359,29 @@ class Run:
         return not self.skipped
 
 
-def choose_dtype(config: TrainConfig, world: World, found) -> tuple[torch.dtype, str]:
+def choose_dtype(
+    config: TrainConfig, world: World, found: checkpoint.Found | None
+) -> tuple[torch.dtype, str]:
     """What to autocast to, the same on all processes and after a resume, and why."""
     if config.dtype == "auto" and found:
-        _, state = found
-        return getattr(torch, state["dtype"]), "as before"
+        return getattr(torch, found.state["dtype"]), "as before"
     return pick_dtype(world.device, config.dtype, world)
+
+
+def fields_of_gpt() -> list[str]:
+    return [f.name for f in dataclasses.fields(GPTConfig)]
+
+
+def refuse_too_large(shape: dict) -> None:
+    """Raises UserError for a model whose weights alone do not fit into this machine's memory."""
+    L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
+    need = 4 * (12 * L * C**2 + (T + GPTConfig.vocab_size) * C)
+    free = free_memory(torch.device("cpu"))
+    if need > free:
+        raise UserError(
+            f"a model of n_layer {L}, n_embd {C} and {T} positions needs {need:,} bytes for its "
+            f"weights, {free:,} are free here: use smaller ones"
+        )
 
 
 def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
@@ -423,73 +397,63 @@ def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
 
 # -- checkpoints of a run
 
-# What may differ between a run and its continuation without changing what is computed.
-HARMLESS = {
-    "preset", "resume", "overwrite", "log_dir", "init_from", "batch_size", "sharding",
-    "keep_checkpoints",
-}  # fmt: skip
-# What makes it another run.
-FIXED = ("n_layer", "n_head", "n_embd", "sequence_length", "optimizer")
+# What may differ between a run and its continuation without a word.
+SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size"}
+SILENT |= {"sharding", "keep_checkpoints", "checkpoint_minutes", "save_best"}
 
 
-def find_resume(config: TrainConfig, world: World, log: Log) -> tuple[Path, dict] | None:
-    """The checkpoint to go on from and its state; None to begin.
-
-    Raises UserError if it belongs to another model.
-    """
-    found = None
+def find_resume(config: TrainConfig, world: World, log: Log) -> checkpoint.Found | None:
+    """The checkpoint to go on from; None to begin. Raises UserError if it is of another model."""
+    if config.resume == "none":
+        return None
+    candidates = [Path(config.resume)]
     if config.resume == "auto":
-        found = checkpoint.newest(config.log_dir, log.say)
-        if found is None and checkpoint.checkpoints(config.log_dir):
-            raise UserError(
-                f"no checkpoint in {config.log_dir} can be read: "
-                "to start anew, --overwrite instead of --resume auto"
-            )
-        if found is None:
-            log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
-    elif config.resume != "none":
-        found = Path(config.resume), checkpoint.load_state(config.resume)
-    step = found[1]["step"] if found else 0
-    if world.any(step * world.size != world.sum(torch.tensor(step)).item()):
-        raise UserError(
-            f"the processes find different checkpoints in {config.log_dir}: "
-            "all nodes must share that directory"
-        )
-    if found:
-        compare_settings(config, *found, log)
+        if world.is_main:
+            checkpoint.sweep(Path(config.log_dir))
+        candidates = checkpoint.checkpoints(config.log_dir)[::-1]
+    found = checkpoint.find(candidates, world, log.say)
+    if found is None:
+        log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
+        return None
+    refuse_other_model(config, found)
+    then = found.state["config"]
+    changed = [
+        f"{name} {then[name]} -> {now}"
+        for name, now in dataclasses.asdict(config).items()
+        if name not in SILENT and then.get(name, now) != now
+    ]
+    steps, sequences = found.state["step"], found.state["cursor"]
+    log.say(f"resuming from {found.path}: {steps} updates, {sequences:,} sequences")
+    if changed:
+        log.say(f"  with other settings than before: {', '.join(changed)}")
     return found
 
 
-def compare_settings(config: TrainConfig, path: Path, state: dict, log: Log) -> None:
-    """Says what differs from the run that wrote a checkpoint.
+def refuse_other_model(config: TrainConfig, found: checkpoint.Found) -> None:
+    """Raises UserError if a checkpoint's model or optimizer is not the one of this command.
 
-    Raises UserError if it is another model.
+    A field that the checkpoint does not know yet had its default.
     """
-    then = state["config"]
-    changed = {}
-    for name, now in dataclasses.asdict(config).items():
-        if name not in HARMLESS and then.get(name, now) != now:
-            changed[name] = f"{name} {then[name]} -> {now}"
-    refused = [changed[name] for name in FIXED if name in changed]
-    if refused:
-        raise UserError(
-            f"{path} cannot be resumed with another {', '.join(refused)}: "
-            f"use its values, or --init-from {path}"
-        )
-    log.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
+    then = dataclasses.asdict(TrainConfig()) | found.state["config"]
+    fixed = [f.name for f in dataclasses.fields(GPTConfig) if not f.metadata.get("harmless")]
+    changed = []
+    for name in (*fixed, "sequence_length", "optimizer"):
+        now = getattr(config, name, None)
+        if now is not None and now != then[name]:
+            changed.append(f"{name} {then[name]} -> {now}")
+    unknown = set(found.state["model"]) - set(fields_of_gpt())
+    changed += [f"{name}, which this program does not know" for name in unknown]
     if changed:
-        log.say(f"  with other settings than before: {', '.join(changed.values())}")
-
-
-def restore(run: Run, path: Path, state: dict) -> None:
-    """Puts a run where a checkpoint left it."""
-    tokens = run.train_loader.num_tokens
-    if state["tokens"] != tokens:
         raise UserError(
-            f"{run.config.data_dir} has {tokens} tokens, {state['tokens']} when {path} was "
-            f"written: put the shards back, or start a new run from its weights with "
-            f"--init-from {path}"
+            f"{found.path} cannot be resumed with another {', '.join(changed)}: "
+            f"use its values, or --init-from {found.path}"
         )
+
+
+def restore(run: Run, found: checkpoint.Found) -> None:
+    """Puts a run where a checkpoint left it."""
+    state = found.state
+    refuse_other_data(run, found)
     asked = [options_of(group) for group in groups_of(run.optimizers)]
     checkpoint.load_optimizers(run.raw, run.optimizers, state, run.world)
     for group, options in zip(groups_of(run.optimizers), asked, strict=True):
@@ -497,11 +461,23 @@ def restore(run: Run, path: Path, state: dict) -> None:
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.train_loader.load_state_dict(state)
-    torch.set_rng_state(state["rng"])
     for name in run.PROGRESS:
         setattr(run, name, state[name])
     run.began = time.perf_counter() - state["wall"]
-    run.last_saved = path
+    run.last_saved = found.path
+
+
+def refuse_other_data(run: Run, found: checkpoint.Found) -> None:
+    """Raises UserError if the shards are not those that the run has begun with."""
+    now = identify(run.train_loader.shards)
+    then = found.state["data"]
+    other = sorted(name for name in now | then if now.get(name) != then.get(name))
+    if other:
+        raise UserError(
+            f"{run.config.data_dir} has other shards than when {found.path} was written "
+            f"({other[0]} and {len(other) - 1} more differ): put the shards back, or start a new "
+            f"run from its weights with --init-from {found.path}"
+        )
 
 
 def groups_of(optimizers: list[torch.optim.Optimizer]) -> list[dict]:
@@ -519,11 +495,11 @@ def save(run: Run) -> Path:
     state |= {
         "batch_size": run.batch_size,
         "wall": run.wall(),
-        "tokens": run.train_loader.num_tokens,
+        "data": identify(run.train_loader.shards),
         "dtype": dtype_name(run.dtype),
         "config": dataclasses.asdict(config),
+        "model": dataclasses.asdict(run.raw.config),
         "scaler": run.scaler.state_dict(),
-        "rng": torch.get_rng_state(),
     }
     card = {
         "data": config.data_dir,
@@ -545,6 +521,7 @@ def save(run: Run) -> Path:
         best = checkpoint.path_of(config.log_dir, run.best["step"]) if run.best else None
         checkpoint.prune(config.log_dir, config.keep_checkpoints, best)
     run.last_saved = path
+    run.saved_at = time.perf_counter()
     return path
 
 
@@ -565,10 +542,11 @@ def evaluate(run: Run) -> None:
     with run.world.whole(run.raw):
         if validating:
             evaluate_loss(run)
-        if scoring:
-            evaluate_hellaswag(run)
-        if sampling:
-            print_samples(run)
+        with eager():  # rows of every length would recompile the blocks
+            if scoring:
+                evaluate_hellaswag(run)
+            if sampling:
+                print_samples(run)
     if run.world.is_main and validating:
         plots.plot_run(config.log_dir)
 
@@ -578,12 +556,14 @@ def evaluate_loss(run: Run) -> None:
     val_loss = validate(
         run.raw, run.val_loader, config.val_tokens, run.world, run.dtype, stop=run.stop
     )
+    if not math.isfinite(val_loss):
+        raise UserError(explain_nan(run, f"the validation loss is {val_loss}"))
     perplexity = math.exp(min(val_loss, 99))
     run.log.say(f"step {run.step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
     run.log.record(run.step, "val", val_loss=val_loss, perplexity=perplexity)
     run.losses["validation loss"] = val_loss
     is_best = run.best is None or val_loss < run.best["loss"]
-    if is_best and run.due(config.checkpoint_every):
+    if is_best and (config.save_best or run.due(config.checkpoint_every)):
         run.best = {"loss": val_loss, "step": run.step}
 
 
@@ -617,7 +597,7 @@ def print_samples(run: Run) -> None:
         generator=generator,
     )
     for i, text in enumerate(texts):
-        print(f"rank {rank} sample {i}: {text}", flush=True)
+        say(f"rank {rank} sample {i}: {text}")
     run.log.record(run.step, "samples", prompt=config.sample_prompt, samples=texts)
 
 
@@ -668,7 +648,7 @@ def loop(run: Run) -> None:
         if not run.evaluated:
             evaluate(run)
             run.evaluated = True
-        if run.step > run.started_at and run.due(config.checkpoint_every):
+        if save_is_due(run):
             save(run)
         if run.step == config.max_steps:
             return
@@ -676,6 +656,7 @@ def loop(run: Run) -> None:
             run.train_loader.reset()
 
         start = time.perf_counter()
+        seed_everything(config.seed, run.step, run.world.rank)
         lr = learning_rate(run.step, config)
         loss_on_device, norm_on_device = train_step(
             model=run.model,
@@ -701,9 +682,25 @@ def loop(run: Run) -> None:
         run.losses["training loss"] = loss
 
 
+def save_is_due(run: Run) -> bool:
+    """Whether this step gets a checkpoint: by its number, by the clock, or as the best so far."""
+    if run.step == run.started_at:
+        return False
+    minutes = run.config.checkpoint_minutes
+    late = minutes > 0 and time.perf_counter() - run.saved_at > 60 * minutes
+    late = run.world.any(run.world.is_main and late)  # all processes go by one clock
+    best = run.config.save_best and run.best is not None and run.best["step"] == run.step
+    return late or best or run.due(run.config.checkpoint_every)
+
+
 def train(config: TrainConfig, world: World) -> None:
     """A run to its last step, or to the signal that interrupts it."""
-    run = Run(config, world)
+    log = Log(config.log_dir, world.is_main, config.tracker)
+    found = find_resume(config, world, log)
+    if found and found.state["step"] > config.max_steps:
+        log.say(f"done: {found.path} is past --max-steps {config.max_steps}, nothing is left to do")
+        return
+    run = Run(config, world, log, found)
     try:
         loop(run)
         memory = peak_memory(world.device) / 1e9
@@ -747,14 +744,11 @@ def stop_at_nan(run: Run, loss: float, norm: float) -> None:
     if overflow or (math.isfinite(loss) and math.isfinite(norm)):
         return
     sequences = run.config.total_batch_size // run.config.sequence_length
-    find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
-    raise UserError(
-        f"step {run.step}: the loss is {loss} and the gradient norm {norm}, "
-        f"on sequences {run.cursor} to {run.cursor + sequences - 1}; "
-        f"last good checkpoint: {run.last_saved or 'none yet'}. To find the operation: {find} "
-        f"{shlex.join(sys.argv[1:])} --no-compile --resume auto. "
-        "To go on: a lower --learning-rate, or --dtype float32."
+    what = (
+        f"the loss is {loss} and the gradient norm {norm}, "
+        f"on sequences {run.cursor} to {run.cursor + sequences - 1}"
     )
+    raise UserError(explain_nan(run, what))
 
 
 def find_nan() -> None:
@@ -807,7 +801,8 @@ def main() -> None:
         if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node has its own disk
             print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
         sys.exit(2)
-    with World(config.device, config.sharding) as world:
+    patience = 10.0 if config.resume == "auto" else 0.0  # a requeued job's last one may still save
+    with World(config.device, config.sharding) as world, alone_in(config.log_dir, world, patience):
         train(config, world)
 
 

@@ -13,7 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, DataLoaderLite, GPTConfig, decay_groups
-from support.device import compiled, newest_flash_attention
+from support.device import compile_blocks, keep_less, newest_flash_attention
 from support.distributed import World
 from support.tokenizer import EOT
 from train_gpt2 import train_step
@@ -107,7 +107,9 @@ def training(
     choose_kernels(world.device, tf32, flash)
     raw = make_model(size=size, T=T, hf=hf, own_loss=own_loss, pad_vocab_to=pad_vocab_to)
     raw.to(world.device)
-    model = world.wrap(compiled(raw, recompute) if compile else raw)
+    if compile:
+        raw = compile_step(raw, recompute, in_blocks=own_loss and not hf)
+    model = world.wrap(raw)
     optimizers = make_optimizers(raw, optimizer, fused)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     loader = MadeUpTokens(B, T, world)
@@ -129,6 +131,15 @@ def training(
         return dict(loss=loss, waited=loader.waited - waited_before)
 
     return run
+
+
+def compile_step(raw: torch.nn.Module, recompute: bool, in_blocks: bool) -> torch.nn.Module:
+    """The compiled model: in place as training does it, or any other model as a whole."""
+    if in_blocks:
+        compile_blocks(raw, recompute)
+        return raw
+    keep_less(recompute)
+    return torch.compile(raw, dynamic=False)
 
 
 def choose_kernels(device: torch.device, tf32: bool, flash: bool) -> None:

@@ -6,6 +6,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -23,23 +24,60 @@ def first_line(error: Exception) -> str:
 def run_script(main) -> None:
     """Calls `main`, as every script here ends.
 
-    A user's mistake or a failing disk is one line on stderr and exit code 1.
+    A user's mistake or a failing disk is one line on stderr and exit code 1. One of several
+    processes then leaves at once: what Python does at its end may wait for the others.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a model's text on a console with few characters
+    open_streams()
+    code: str | int | None = 0
     try:
         main()
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # below the flags, the examples
             print(sys.modules["__main__"].__doc__)
-        raise
+        code = end.code
     except BrokenPipeError:  # `python sample.py | head`: the reader has gone, nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
+        silence_stdout()
     except (UserError, OSError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
+        code = f"{Path(sys.argv[0]).name}: {error}"
     except KeyboardInterrupt:
-        sys.exit(130)  # 128 + SIGINT, the shell's convention
+        code = 130  # 128 + SIGINT, the shell's convention
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+    sys.exit(code)
+
+
+def open_streams() -> None:
+    """Gives stdin, stdout and stderr something to be, where they were closed (`>&-`).
+
+    Otherwise the next file that is opened would take their place. A console that lacks a character
+    of a model's text shows another.
+    """
+    for name, descriptor in {"stdin": 0, "stdout": 1, "stderr": 2}.items():
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            setattr(sys, name, open(descriptor, "r" if descriptor == 0 else "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
+def say(message: str) -> None:
+    """Prints; goes on in silence where nobody listens any more (`| head`, a full disk)."""
+    try:
+        print(message, flush=True)
+    except OSError:
+        silence_stdout()
+
+
+def silence_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # -- the command line
@@ -100,8 +138,12 @@ def write_whole(path: Path, *chunks: bytes) -> str:
     """Writes a file that is there whole or not at all, whatever happens; returns its SHA-256.
 
     A temporary file beside it is flushed to the disk, then renamed. Raises OSError, and leaves
-    what was there before, if the disk is full or does not allow it.
+    what was there before, if the disk is full or does not allow it. What is no file, such as
+    /dev/stdout, is written to as it is.
     """
+    if path.exists() and not path.is_file():
+        path.write_bytes(b"".join(chunks))
+        return hashlib.sha256(b"".join(chunks)).hexdigest()
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     sha256 = hashlib.sha256()
     try:

@@ -22,7 +22,7 @@ class World:
     device: auto (a GPU where there is one, else the CPU), cuda, mps or cpu. sharding: what the
     processes divide among them besides the batch: nothing (ddp), the optimizer's state (zero1),
     or weights and gradients too (fsdp). Use it as a context manager: the process group is
-    destroyed at the end whatever happens, so that no rank hangs or complains at exit. Raises
+    destroyed at the end, so that no rank hangs or complains at exit. Raises
     UserError for a device that is not there.
     """
 
@@ -77,7 +77,12 @@ class World:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.close()
+        if error is None:
+            self.close()
+            return
+        # After an error no collective: destroying an NCCL group is one, and its peers may be in
+        # another. The process prints what happened and leaves (common.run_script); torchrun ends
+        # the others.
         lost = re.search("onnection (closed|reset|refused)", str(error))
         if isinstance(error, RuntimeError) and lost:
             raise UserError(
@@ -175,6 +180,19 @@ class World:
         It travels beside the GPU's own work, which need not be finished.
         """
         return self.sum(torch.tensor(int(flag))).item() > 0
+
+    def share(self, value):
+        """Rank 0's value, on every process."""
+        if self.size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
+        return values[0]
+
+    def raise_together(self, problem: str) -> None:
+        """Raises UserError on every process if one of them has a problem."""
+        if self.any(bool(problem)):
+            raise UserError(problem or f"rank {self.rank}: another process has failed and says why")
 
     def barrier(self) -> None:
         """Waits until every process has come here."""

@@ -5,17 +5,20 @@ GPT-2's names and nn.Linear's orientation, (out, in). This file knows no model c
 """
 
 import json
+import os
 import pickle
 import re
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from support.common import UserError, first_line
 from support.tokenizer import EOT, VOCAB_SIZE, mergeable_ranks
 
+EMBEDDING = "transformer.wte.weight"
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 
 
@@ -38,32 +41,64 @@ def read_model(name_or_dir: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
     if not directory.is_dir():
         directory = download_pretrained(str(name_or_dir))
     shape = read_shape(directory)
-    weights = {
-        name
-        if name.startswith("transformer.")
-        else f"transformer.{name}": w  # the hub's own gpt2 has no prefix
-        for name, w in read_weights(directory).items()
+    weights = {}
+    for name, w in read_weights(directory).items():
+        if not name.startswith("transformer."):
+            name = f"transformer.{name}"  # the hub's own gpt2 has no prefix
+        weights[name] = w.t() if is_conv1d(name) and w.dim() == 2 else w
+    return shape, without_buffers(weights)
+
+
+def without_buffers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Without what is no parameter: masks that older files carry, and the head, which is tied."""
+    buffers = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+    return {name: w for name, w in weights.items() if not name.endswith(buffers)}
+
+
+def refuse_other_sizes(shape: dict, weights: dict[str, torch.Tensor]) -> None:
+    """Raises UserError if the weights are not of this shape, before a model of it is made."""
+    C = shape["n_embd"]
+    expected = {
+        EMBEDDING: (shape["vocab_size"], C),
+        "transformer.wpe.weight": (shape["block_size"], C),
     }
-    return shape, {name: w.t() if is_conv1d(name) else w for name, w in weights.items()}
+    for name, size in expected.items():
+        if name in weights and weights[name].shape != size:
+            found = tuple(weights[name].shape)
+            raise UserError(f"{name} has shape {found} where {size} was expected")
+    for i in range(shape["n_layer"]):
+        name = f"transformer.h.{i}.ln_1.weight"
+        if name not in weights:
+            L = shape["n_layer"]
+            raise UserError(f"the weights have no tensor {name}: this is not a GPT-2 of {L} layers")
 
 
 def read_shape(directory: Path) -> dict:
     """What a Hugging Face config.json fixes. Raises UserError unless it is a GPT-2's."""
+    path = directory / "config.json"
     try:
-        theirs = json.loads((directory / "config.json").read_text())
+        theirs = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
         raise UserError(
-            f"{directory}/config.json is missing: "
+            f"{path} is missing: "
             "a Hugging Face model directory or one of our ckpt_ directories was expected"
         ) from None
-    if theirs.get("model_type") != "gpt2":
-        kind = theirs.get("model_type")
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is no JSON: it is damaged; fetch or make it again") from None
+    if not isinstance(theirs, dict) or theirs.get("model_type") != "gpt2":
+        kind = theirs.get("model_type") if isinstance(theirs, dict) else type(theirs).__name__
         raise UserError(
             f"{directory} holds a {kind!r} model; only GPT-2's architecture can be loaded"
         )
+    shape: dict[str, Any] = {key: theirs.get(key) for key in SHAPE}
+    shape["block_size"] = theirs.get("n_positions")
+    wrong = [key for key, n in shape.items() if type(n) is not int or n < 1]
+    if wrong:
+        told = ", ".join(f"{key} {shape[key]!r}" for key in wrong)
+        raise UserError(f"{path} has {told}: numbers from 1 on were expected; it is damaged")
     openai = dict(
         activation_function="gelu_new",
-        n_inner=4 * theirs["n_embd"],
+        n_inner=4 * shape["n_embd"],
         layer_norm_epsilon=1e-5,
         scale_attn_weights=True,
         scale_attn_by_inverse_layer_idx=False,
@@ -73,7 +108,7 @@ def read_shape(directory: Path) -> dict:
     if changed:
         told = ", ".join(f"{key} {theirs[key]}" for key in changed)
         raise UserError(f"{directory} is not OpenAI's GPT-2 but has {told}; it cannot be loaded")
-    return {**{key: theirs[key] for key in SHAPE[1:]}, "block_size": theirs["n_positions"]}
+    return shape
 
 
 def read_weights(directory: Path) -> dict[str, torch.Tensor]:
@@ -84,12 +119,16 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    file = directory / "model.safetensors"
     try:
-        if (directory / "model.safetensors").exists():
-            return load_file(directory / "model.safetensors")
-        return torch.load(
-            directory / "pytorch_model.bin", map_location="cpu", weights_only=True, mmap=True
-        )
+        if file.exists():
+            return load_file(file)
+        file = directory / "pytorch_model.bin"
+        file.open("rb").close()  # its errors are clearer than torch's
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+        if all(isinstance(w, torch.Tensor) for w in weights.values()):
+            return weights
+        raise UserError(f"{file} holds more than tensors: the weights of a GPT-2 were expected")
     except FileNotFoundError:
         raise UserError(
             f"{directory} has neither model.safetensors nor pytorch_model.bin"
@@ -99,7 +138,9 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
         raise UserError(
             f"the weights in {directory} are refused: more than tensors is pickled ({reason})"
         ) from None
-    except (SafetensorError, RuntimeError, EOFError) as error:
+    except OSError as error:
+        raise UserError(f"{file} cannot be read now ({error.strerror}): mend that first") from None
+    except (SafetensorError, RuntimeError, EOFError, ValueError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(
             f"the weights in {directory} cannot be read ({reason}): the file is damaged"
@@ -133,14 +174,16 @@ def read_pt(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(f"{path} is no checkpoint of nanoGPT or build-nanogpt ({reason})") from None
-    shape["vocab_size"] = min(shape["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
+    V = min(shape["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
+    shape["vocab_size"] = V
+    if EMBEDDING in weights:
+        weights[EMBEDDING] = weights[EMBEDDING][:V]
     for name in list(weights):
-        if (
-            is_conv1d(name) or ".ln_" in name
-        ):  # nanoGPT can be trained without biases: the same as zeros
+        if is_conv1d(name) or ".ln_" in name:
+            # nanoGPT can be trained without biases: the same as zeros
             bias = name.replace(".weight", ".bias")
             weights.setdefault(bias, torch.zeros(len(weights[name])))
-    return shape, weights
+    return shape, without_buffers(weights)
 
 
 def download_pretrained(name: str) -> Path:
@@ -187,6 +230,7 @@ def write_model(
     directory.mkdir(parents=True, exist_ok=True)
     theirs = {name: (w.t() if is_conv1d(name) else w).contiguous() for name, w in weights.items()}
     save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o666 & ~umask())  # it would be its owner's alone
     write_json(directory / "config.json", hf_config(shape))
     generation = dict(
         bos_token_id=EOT,
@@ -197,7 +241,15 @@ def write_model(
     write_json(directory / "generation_config.json", generation)
     write_tokenizer(directory, shape["block_size"])
     num_params = sum(w.numel() for w in weights.values())
-    (directory / "README.md").write_text(model_card(num_params, card), encoding="utf-8")
+    text = model_card(num_params, card)
+    (directory / "README.md").write_bytes(text.encode(errors="replace"))
+
+
+def umask() -> int:
+    """The permissions that new files of this process do not get."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -3,14 +3,17 @@
 import importlib
 import json
 import math
-from contextlib import suppress
+import os
+import socket
+import time
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
 import numpy as np
 
-from support.common import sync, write_whole
+from support.common import UserError, say, sync, write_whole
 
 # The streams of log.txt: which value of a record, and its digits
 STREAMS = {"train": ("loss", 6), "val": ("val_loss", 4), "hella": ("hellaswag", 4)}
@@ -52,10 +55,23 @@ class Log:
             return evaluated or record["type"] == "resume"
 
         if self.is_main:
-            records = read_metrics(self.metrics) if self.metrics.exists() else []
-            records = [record for record in records if stays(record)]
+            records = [record for record in self.read_back() if stays(record)]
             self.write([*records, {"type": "resume", "step": step, **run}])
             self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
+
+    def read_back(self) -> list[dict]:
+        """The records so far. A file with lines that are none is kept beside, and said so."""
+        if not self.metrics.exists():
+            return []
+        content = self.metrics.read_bytes()
+        records = read_metrics(self.metrics)
+        whole_lines = content.count(b"\n")  # what a kill left half-written has no end
+        if len(records) < whole_lines:
+            aside = self.metrics.with_name(f"damaged_{self.metrics.name}")
+            write_whole(aside, content)
+            lost = whole_lines - len(records)
+            self.say(f"{self.metrics}: {lost} lines are no records; the file is kept as {aside}")
+        return records
 
     def write(self, records: list[dict]) -> None:
         """Makes both files anew, each whole or not at all."""
@@ -83,10 +99,48 @@ class Log:
     def say(self, message: str = "") -> None:
         """Prints on rank 0."""
         if self.is_main:
-            print(message, flush=True)
+            say(message)
 
     def close(self) -> None:
         self.tracker.close()
+
+
+@contextmanager
+def alone_in(log_dir: str | Path, world, patience: float):
+    """Holds log_dir for this run: two that write into it would spoil both.
+
+    Rank 0 of `world` holds the lock, which the system releases however the process ends. Raises
+    UserError on every rank if another run still has it after `patience` seconds.
+    """
+    from filelock import FileLock, Timeout
+
+    lock = FileLock(Path(log_dir) / ".lock", timeout=patience)
+    owner = Path(log_dir) / ".owner"
+    problem = ""
+    if world.is_main:
+        try:
+            Path(log_dir).mkdir(parents=True, exist_ok=True)
+            lock.acquire()
+            began = time.strftime("%Y-%m-%d %H:%M:%S")
+            write_whole(owner, f"process {os.getpid()} of {socket.gethostname()}, {began}".encode())
+        except Timeout:
+            with suppress(OSError):
+                problem = f" ({owner.read_text()})"
+            problem = (
+                f"another run{problem} is writing to {log_dir}: "
+                "wait for it or stop it, or choose another --log-dir"
+            )
+        except OSError as error:
+            problem = f"{log_dir} cannot be written ({error.strerror}): choose another --log-dir"
+        except NotImplementedError:
+            say(
+                f"{log_dir}: this file system has no locks, take care that no other run writes here"
+            )
+    world.raise_together(problem)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def line_of(record: dict) -> str:
@@ -102,8 +156,13 @@ def as_bytes(lines: list[str]) -> bytes:
 
 
 def append(path: Path, line: str) -> None:
-    with open(path, "ab") as file:
-        file.write(as_bytes([line]))
+    try:
+        with open(path, "ab") as file:
+            file.write(as_bytes([line]))
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror}): mend that, then go on with --resume auto"
+        ) from None
 
 
 # -- trackers
@@ -219,22 +278,39 @@ class LoggedRun:
 def read_log(path: str | Path) -> dict[str, tuple[list[int], list[float]]]:
     """log.txt (ours or build-nanogpt's) -> {stream: (steps, values)} for train, val and hella."""
     streams: dict[str, tuple[list[int], list[float]]] = {}
-    for line in Path(path).read_text().splitlines():
-        words = line.split()
-        if len(words) == 3:  # the last line of a run in progress may be half-written
-            steps, values = streams.setdefault(words[1], ([], []))
-            steps.append(int(words[0]))
-            values.append(float(words[2]))
+    for line in Path(path).read_text(errors="replace").splitlines():
+        with suppress(ValueError):  # the last line of a run in progress may be half-written
+            step, stream, value = line.split()
+            step_number = int(step)
+            loss = float(value)
+            steps, values = streams.setdefault(stream, ([], []))
+            steps.append(step_number)
+            values.append(loss)
     return streams
 
 
 def read_metrics(path: str | Path) -> list[dict]:
-    """metrics.jsonl -> its records. What a power cut left half-written is left out."""
+    """metrics.jsonl -> its records, without lines that are none (a power cut leaves such)."""
     records = []
-    for line in Path(path).read_text().splitlines():
-        with suppress(json.JSONDecodeError):
-            records.append(json.loads(line))
+    for line in Path(path).read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError, RecursionError):
+            record = json.loads(line)
+            if is_record(record):
+                records.append(record)
     return records
+
+
+def is_record(record) -> bool:
+    """Whether it is of a type and, unless it is the first one, of a step."""
+    if not isinstance(record, dict) or not isinstance(record.get("type"), str):
+        return False
+    if not isinstance(record.get("config", {}), dict):
+        return False
+    if record["type"] in STREAMS:
+        name, _ = STREAMS[record["type"]]
+        if not isinstance(record.get(name), (int, float)):
+            return False
+    return record["type"] == "run" or isinstance(record.get("step"), int)
 
 
 def read_run(directory: str | Path, **config) -> LoggedRun:
@@ -246,8 +322,12 @@ def read_run(directory: str | Path, **config) -> LoggedRun:
     metrics = directory / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []
     known = {}
-    if records:  # with --init-from the model has a size of its own
-        known = records[0]["config"] | records[0].get("model", {})
+    for record in records:
+        if record["type"] in ("run", "resume"):
+            known = record.get("config", {}) | record.get(
+                "model", {}
+            )  # --init-from has sizes of its own
+            break
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, known | config)
 
 

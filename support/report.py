@@ -76,16 +76,18 @@ def print_setup(run) -> None:
         say(describe_optimizer(optimizer) + shared)
     for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
         if loader:
-            shards, tokens = len(loader.shards), loader.num_tokens
-            say(f"{name}: {shards} shard(s), {tokens:,} tokens in {config.data_dir}")
-    total, tokens = config.total_batch_size, run.train_loader.num_tokens
+            shards = len(loader.shards)
+            say(f"{name}: {shards} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
+    total = config.total_batch_size
+    tokens = run.train_loader.num_sequences * config.sequence_length  # of an epoch
     say(
         f"batch: B {run.batch_size} × T {config.sequence_length} "
         f"× accumulation {run.grad_accum_steps} × ranks {world.size} = {total:,} tokens; "
         f"an epoch is {tokens / total:,.1f} steps, the run {config.max_steps:,} steps "
         f"or {config.max_steps * total / tokens:.2f} epochs"
     )
-    if run.val_loader and config.val_tokens >= run.val_loader.num_tokens:
+    T = config.sequence_length
+    if run.val_loader and config.val_tokens // T > run.val_loader.num_sequences:
         say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
 
 
@@ -106,3 +108,13 @@ def duration(seconds: float) -> timedelta:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def explain_nan(run, what: str) -> str:
+    """What happened at which step, and the two ways to go on."""
+    find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
+    return (
+        f"step {run.step}: {what}; last good checkpoint: {run.last_saved or 'none yet'}. "
+        f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile --resume auto. "
+        "To go on: a lower --learning-rate, or --dtype float32."
+    )

@@ -18,6 +18,8 @@ def fetch(url: str, seconds: float = 30) -> bytes:
     answer.raise_for_status()  # of 400 and more
     if answer.status_code != 200:
         raise OSError(f"HTTP {answer.status_code} {answer.reason}")
+    if answer.raw.length_remaining is None and not answer.raw.chunked:
+        raise OSError("the server does not say how long it is")  # so half of it might come
     return read_content(answer)
 
 

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 from support.common import UserError
 
+starting = threading.RLock()  # held while a process is started
+
 
 def start_pool(workers: int, prepare: Callable, argument) -> ProcessPoolExecutor:
     """Starts the processes; each of them calls prepare(argument) before it works.
@@ -22,7 +24,7 @@ def start_pool(workers: int, prepare: Callable, argument) -> ProcessPoolExecutor
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     try:
         pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(prepare, argument))
-        with ctrl_c_blocked():
+        with starting, ctrl_c_blocked():
             started = pool.submit(os.getpid)  # the first work makes it fork
         started.result()
     except OSError as error:
@@ -61,6 +63,15 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
+def end_process(code: int) -> None:
+    """Ends this process at once, whatever its threads and its workers are at.
+
+    Only the start of a worker is waited for: one that got half of its orders would complain.
+    """
+    with starting:
+        os._exit(code)
+
+
 def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead: int) -> Iterator:
     """Yields (key, work(value)) for each (key, value) of the items, in order.
 
@@ -74,7 +85,7 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
         if item is None:
             return None
         key, value = item
-        with ctrl_c_blocked():  # a pool that does not fork may start one more worker
+        with starting, ctrl_c_blocked():  # a pool that does not fork may start one more worker
             return key, pool.submit(work, value)
 
     started = deque(taker.submit(start_next) for _ in range(ahead))

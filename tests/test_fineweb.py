@@ -8,7 +8,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import socketserver
 import subprocess
@@ -34,6 +33,7 @@ from fineweb import Config, choose_val_tokens, encode, pack, stream_tokens, toke
 from support import common, filters, sources, web
 from support.common import UserError
 from support.filters import Benchmark, Seen, cut_out
+from support.manifest import SHAPE, read_manifest, verify_shards
 from support.sources import Text, find_files, read_batches
 from support.tokenizer import EOT, get_tokenizer
 
@@ -1025,11 +1025,13 @@ class HerePool:
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 100)
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and no power fails here
 
 
 def make(folder: Path, *sources, **options) -> str:
     """A run of fineweb.py in this process, with `here`."""
-    small = {"name": "x", "shard_size": 2000, "data_dir": str(folder), "deduplicate": True}
+    small = {"name": "x", "shard_size": 500, "data_dir": str(folder), "deduplicate": True}
     config = Config(source=tuple(map(str, sources)), workers=1, **(small | options))
     return fineweb.make_shards(config, folder)
 
@@ -1046,62 +1048,475 @@ def sentence(call, *args, **kwargs) -> str:
 @pytest.fixture
 def unfinished(tmp_path, here):
     """A folder whose run ended behind some shards, and its source, mended since: same size."""
-    source = write_jsonl(tmp_path / "a.jsonl", [*prose(1500, words=10), "the last"])
+    source = write_jsonl(tmp_path / "a.jsonl", [*prose(250, words=10), "the last"])
     data = source.read_bytes()
     source.write_bytes(data[:-2] + b"!\n")
     folder = tmp_path / "unfinished"
-    assert "line 1501" in sentence(make, folder, source)
+    assert "line 251" in sentence(make, folder, source)
     source.write_bytes(data)
     assert len(json.loads((folder / "manifest.json").read_text())["shards"]) > 3
     return folder, source
 
 
-WRONG = (None, -1, 1.5, True, "7", [], {}, [7], 10**30)
+NO_OBJECT_AT_ALL = (3, "x", [])
+NO_COUNT = (None, -1, 1.5, True, "7", [], 10**30)
+NO_NAME = (None, 3, [], {})
+WRONG = {  # what each value of a manifest cannot be
+    ("options",): (None, *NO_OBJECT_AT_ALL),
+    ("sources",): (None, *NO_OBJECT_AT_ALL),
+    ("shards",): (None, 3, "x", {}, [3], [[]], [{}]),
+    ("shards", 0, "name"): NO_NAME,
+    ("shards", 0, "split"): NO_NAME,
+    ("shards", 0, "tokens"): NO_COUNT,
+    ("shards", 0, "sha256"): NO_NAME,
+    ("tokens",): NO_COUNT,
+    ("counts",): (None, *NO_OBJECT_AT_ALL, {}),
+    ("counts", "documents"): NO_COUNT,
+    ("cursor",): (*NO_OBJECT_AT_ALL, {}),
+    ("cursor", "file"): NO_COUNT,
+    ("cursor", "text"): NO_COUNT,
+    ("cursor", "token"): NO_COUNT,
+    ("cursor", "hashes"): NO_COUNT,
+    ("cursor", "read"): (3, [], {}),
+}
+ABSENT = object()
 
 
-def places_in(value, path=()) -> list[tuple]:
-    """The paths to all values in a manifest; of the shards, to those of the first."""
-    inside = []
-    if isinstance(value, dict):
-        inside = value.items()
-    elif isinstance(value, list):
-        inside = enumerate(value[:1])
-    paths = [path] if path else []
-    for key, part in inside:
-        paths += places_in(part, (*path, key))
-    return paths
-
-
-def with_changes(manifest: dict, path: tuple) -> list[tuple]:
-    """Manifests in which a value is missing or another: (the other value, the manifest)."""
-    changed = []
-    for value in ("missing", *WRONG):
-        other = copy.deepcopy(manifest)
-        place = other
-        for key in path[:-1]:
-            place = place[key]
-        if value == "missing":
-            del place[path[-1]]
-        else:
-            place[path[-1]] = value
-        if json.dumps(other) != json.dumps(manifest):
-            changed.append((value, other))
-    return changed
+def with_other(manifest: dict, path: tuple, value) -> bytes:
+    """A manifest that has another value at a path, or none."""
+    other = copy.deepcopy(manifest)
+    place = other
+    for key in path[:-1]:
+        place = place[key]
+    if value is ABSENT:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return json.dumps(other).encode()
 
 
 def damaged_manifests(whole: bytes) -> list[bytes]:
     damages = [b"", b"[]", b"3", b"{}", b"null", b'"text"', b"[" * 100_000, b"\xff\x00" * 99]
     damages += [whole[: len(whole) // 2], whole[:-20], whole.replace(b":", b";", 1)]
     manifest = json.loads(whole)
-    for path in places_in(manifest):
-        changed = [other for value, other in with_changes(manifest, path) if path != ("checksum",)]
-        damages += [json.dumps(other).encode() for other in changed]
-    del manifest["checksum"]  # as in older ones: only what makes no sense can be noticed
-    for path in places_in(manifest):
-        types = {"cursor": (dict, type(None)), "read": (str, type(None)), 0: (dict,)}
-        before = types.get(path[-1], (dict if path[-1] in ("options") else None,))
-        for value, other in with_changes(manifest, path):
-            if path[0] in ("options", "sources") and len(path) > 1:
-                continue
-            damages.append(json.dumps(other).encode())
+    manifest.pop("checksum", None)  # older ones have none
+    for path, values in WRONG.items():
+        damages += [with_other(manifest, path, value) for value in (ABSENT, *values)]
     return damages
+
+
+def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, tmp_path):
+    folder, source = unfinished
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    before = contents(folder)
+    is_damaged = f"{path} is damaged: it is not what fineweb.py has written; put back a copy, or "
+    is_damaged += f"delete {folder} and make it again"
+    for damage in damaged_manifests(whole):
+        path.write_bytes(damage)
+        assert sentence(make, folder, source) == is_damaged, damage
+        assert sentence(verify_shards, folder) == is_damaged
+        assert path.read_bytes() == damage
+    path.unlink()
+    for make_other, remove in ((os.mkdir, os.rmdir), (os.mkfifo, os.unlink)):
+        make_other(path)
+        assert sentence(make, folder, source) == is_damaged
+        assert sentence(verify_shards, folder) == is_damaged
+        remove(path)
+    path.write_bytes(whole)
+    assert contents(folder) == before
+    make(folder, source)
+    make(tmp_path / "whole", source)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_manifest_with_a_wrong_digit_or_bit_is_noticed(unfinished):
+    folder, source = unfinished
+    path = folder / "manifest.json"
+    whole = path.read_bytes()
+    manifest = json.loads(whole)
+    for place in ["file", "text", "token", "hashes"]:
+        path.write_bytes(with_other(manifest, ("cursor", place), manifest["cursor"][place] + 1))
+        assert "is damaged" in sentence(make, folder, source)
+    content = read_manifest(folder) if path.write_bytes(whole) else {}
+    choose = random.Random(0)
+    told = 0
+    for _ in range(300):
+        flipped = bytearray(whole)
+        flipped[choose.randrange(len(whole))] ^= 1 << choose.randrange(8)
+        path.write_bytes(flipped)
+        try:
+            found = read_manifest(folder)
+        except UserError:
+            told += 1
+        else:  # the checksum's own name, or a space
+            assert {key: found[key] for key in SHAPE} == {key: content[key] for key in SHAPE}
+    assert told > 250
+
+
+def no_checksum(folder: Path, place: str, value: int) -> None:
+    """Writes another cursor into an older manifest, one without a checksum."""
+    path = folder / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest.pop("checksum", None)
+    path.write_bytes(with_other(manifest, ("cursor", place), value))
+
+
+@pytest.mark.parametrize("value", [10**6, 2**62])
+def test_a_cursor_behind_the_end_is_one_sentence(unfinished, tmp_path, value):
+    folder, source = unfinished
+    before = contents(folder)
+    for place in ("file", "text", "token", "hashes"):
+        no_checksum(folder, place, value)
+        message = ".hashes is damaged" if place == "hashes" else "has changed since"
+        assert message in sentence(make, folder, source)
+        (folder / "manifest.json").write_bytes(before["manifest.json"])
+    make(folder, source)
+    make(tmp_path / "whole", source)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_a_lost_file_of_hashes_is_one_sentence(unfinished):
+    folder, source = unfinished
+    (folder / ".hashes").unlink()
+    assert ".hashes is damaged: 0 bytes" in sentence(make, folder, source)
+
+
+def test_a_shard_that_cannot_be_read_is_not_called_damaged(unfinished, monkeypatch):
+    folder, _ = unfinished
+
+    def broken(self):
+        if self.suffix == ".npy":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return whole(self)
+
+    whole = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    assert "cannot be read (Input/output error)" in sentence(verify_shards, folder)
+
+
+def test_files_of_the_user_are_not_deleted(tmp_path, here):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(300))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    mine = ["mine.tmp", ".mine.tmp", "manifest.json.tmp"]
+    ours = [".x_train_000001.npy.123.tmp", ".manifest.json.77.tmp"]
+    for name in mine + ours:
+        (folder / name).touch()
+    make(folder, source)
+    assert sorted(path.name for path in folder.glob("*.tmp")) == sorted(mine)
+
+
+# -- a full disk
+
+
+def failing(monkeypatch, at: int) -> list[str]:
+    """Every write to a disk from number `at` on fails. Returns the list of what is done."""
+    done = []
+
+    def count(name):
+        done.append(name)
+        if len(done) > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    class Disk:
+        """A file whose writes are counted."""
+
+        def __init__(self, path, mode):
+            self.file = open(path, mode)  # noqa: SIM115
+
+        def write(self, data):
+            count("write")
+            return self.file.write(data)
+
+        def flush(self):
+            count("flush")
+            self.file.flush()
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            self.file.close()
+
+        def __getattr__(self, name):
+            return getattr(self.file, name)
+
+    def counted(name, call):
+        return lambda *args: (count(name), call(*args))[1]
+
+    monkeypatch.setattr(common, "open", Disk, raising=False)
+    monkeypatch.setattr(filters, "open", Disk, raising=False)
+    monkeypatch.setattr(os, "fsync", counted("fsync", os.fsync))
+    monkeypatch.setattr(Path, "replace", counted("rename", Path.replace))
+    return done
+
+
+def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_resumable(
+    tmp_path, here, monkeypatch
+):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(40, words=30))
+    with monkeypatch.context() as patch:
+        operations = failing(patch, at=10**9)
+        make(tmp_path / "whole", source, shard_size=700)
+    whole = contents(tmp_path / "whole")
+    assert len(operations) > 30 and {"write", "flush", "fsync", "rename"} == set(operations)
+    for at in range(len(operations)):
+        folder = tmp_path / f"{at}"
+        with monkeypatch.context() as patch:
+            failing(patch, at)
+            told = sentence(make, folder, source, shard_size=700)
+        assert told == (
+            f"{folder} cannot be written (No space left on device); that mended, the same "
+            "command goes on"
+        )
+        assert not list(folder.glob("*.tmp"))
+        for name in set(contents(folder)) - {"manifest.json", ".hashes"}:
+            assert contents(folder)[name] == whole[name]
+        make(folder, source, shard_size=700)
+        assert contents(folder) == whole
+
+
+# -- sources that are empty, go or change
+
+
+def empty_file(folder: Path, kind: str) -> Path:
+    path = folder / f"empty.{kind}"
+    if kind == "no rows.parquet":
+        return write_parquet(path, pa.array([], pa.string()))
+    path.write_text("\n\n" if kind == "blank.jsonl" else "")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "blank.jsonl", "parquet", "no rows.parquet"])
+def test_a_dry_run_of_nothing_is_one_sentence(tmp_path, kind, monkeypatch):
+    path = empty_file(tmp_path, kind)
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", "--source", str(path), "--dry-run"])
+    told = sentence(fineweb.main)
+    assert re.search(r"there is no text in it|Parquet file size is 0 bytes", told)
+
+
+def test_a_dry_run_counts_an_unreadable_rest_as_a_mistake(tmp_path, monkeypatch):
+    path = tmp_path / "a.jsonl.gz"
+    lines = write_jsonl(tmp_path / "a.jsonl", prose(4000)).read_bytes()
+    path.write_bytes(gzip.compress(lines)[:-100])
+    monkeypatch.setattr(sys, "argv", ["fineweb.py", "--source", str(path), "--dry-run"])
+    assert "a.jsonl.gz cannot be read (EOFError" in sentence(fineweb.main)
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
+@pytest.mark.parametrize("fate", ["goes", "becomes a folder"])
+def test_a_source_that_goes_after_it_was_found_is_one_sentence(
+    tmp_path, here, kind, fate, monkeypatch
+):
+    first = write_jsonl(tmp_path / "a.jsonl", prose(150, words=10))
+    second = tmp_path / f"b.{kind}"
+    texts = ["one text", "another"]
+    if kind == "parquet":
+        write_parquet(second, texts)
+    else:
+        write_jsonl(second, texts)
+    data = second.read_bytes()
+
+    def find_and_lose(*args):
+        files = sources.find_sources(*args)
+        second.unlink()
+        if fate == "becomes a folder":
+            second.mkdir()
+        return files
+
+    folder = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(fineweb, "find_sources", find_and_lose)
+        told = sentence(make, folder, first, second)
+    assert re.search(rf"b.{kind} cannot be read \(\w+Error: .*; that mended, the same", told)
+    if fate == "becomes a folder":
+        second.rmdir()
+    second.write_bytes(data)
+    make(folder, first, second)
+    make(tmp_path / "whole", first, second)
+    assert contents(folder) == contents(tmp_path / "whole")
+
+
+def test_lines_of_any_depth_and_names_of_any_bytes_do_no_harm(tmp_path, here):
+    deep = tmp_path / "deep.jsonl"
+    deep.write_text('{"text": "a"}\n' + "[" * 100_000)
+    assert "deep.jsonl, line 2: a JSON object" in sentence(make, tmp_path / "deep", deep)
+    source = tmp_path / os.fsdecode(b"\xff\n.jsonl")
+    write_jsonl(source, prose(300))
+    make(tmp_path / "out", source)
+    assert len(texts_in(tokens_in(tmp_path / "out"))) == 300
+
+
+def test_every_character_and_a_million_spaces_come_back_from_jsonl(tmp_path, here):
+    characters = [chr(c) for c in range(0x110000)]
+    random.Random(0).shuffle(characters)  # a third of all neighbours of surrogates are some
+    texts = ["".join(characters[i : i + 4096]) for i in range(0, len(characters), 4096)]
+    texts += [" " * 1_000_000 + "word", "a" + "\n" * 1_000_000 + "b", " " * 1_000_000]
+    source = write_jsonl(tmp_path / "a.jsonl", texts)
+    make(tmp_path / "out", source, shard_size=10**7, deduplicate=False)
+    replaced = [t.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for t in texts]
+    assert texts_in(tokens_in(tmp_path / "out")) == replaced
+
+
+# -- Ctrl-C while a worker is still importing, streams that are closed
+
+SLOW_TO_IMPORT = """
+import multiprocessing, os, sys, time
+if __name__ != "__main__":
+    number = len(os.listdir("importing"))
+    open(f"importing/{number}", "w").close()
+    time.sleep(0.5 if number == int(sys.argv[-1]) else 0)
+import fineweb
+if __name__ == "__main__":
+    multiprocessing.set_start_method("spawn")
+    sys.argv.pop()
+    fineweb.run_and_exit()
+"""
+
+
+@pytest.mark.parametrize("worker", [0, 1])  # the first is started by the main thread
+def test_a_worker_that_is_still_importing_says_nothing_at_ctrl_c(tmp_path, worker):
+    (tmp_path / "main.py").write_text(SLOW_TO_IMPORT)
+    (tmp_path / "importing").mkdir()
+    source = write_jsonl(tmp_path / "a.jsonl", prose(20_000, words=10))
+    command = [sys.executable, "main.py", "--source", source, "--workers", "2", str(worker)]
+    process = subprocess.Popen(
+        command,
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    wait_for((tmp_path / "importing" / str(worker)).exists)
+    os.killpg(process.pid, signal.SIGINT)
+    began = time.monotonic()
+    _, errors = process.communicate(timeout=10)
+    wait_for(lambda: not session(process.pid), 2 - (time.monotonic() - began))
+    assert process.returncode == 130
+    assert len(errors.strip().splitlines()) == 1 and errors.strip().startswith("interrupted")
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-", "| true"])
+def test_closed_streams_change_nothing(tmp_path, closed):
+    source = write_jsonl(tmp_path / "a.jsonl", prose(30))
+    line = f"{sys.executable} {FINEWEB} --source {source} --data-dir out --workers 1 {closed}"
+    command = ["bash", "-o", "pipefail", "-c", line]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert len(texts_in(tokens_in(tmp_path / "out"))) == 30
+
+
+# -- what a web server can do wrong
+
+OK = b"HTTP/1.1 200 OK\r\n"
+CLOSE = b"Connection: close\r\n"
+BODY = b"some text " * 1000
+SIZE = b"Content-Length: 10000\r\n"
+FOUND = b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\nLocation: %s\r\n\r\n"
+GZIP = b"Content-Encoding: gzip\r\n"
+DRIP = [b"x"] * 1000
+
+
+class RawServer(socketserver.ThreadingTCPServer):
+    """Answers every request with its `answer`: bytes, or a list of them, ten a second."""
+
+    daemon_threads = True
+    answer: bytes | list[bytes] = b""
+
+    class RequestHandlerClass(socketserver.StreamRequestHandler):
+        def handle(self):
+            while self.rfile.readline().strip():
+                pass
+            answer = self.server.answer
+            parts = [answer] if isinstance(answer, bytes) else answer
+            try:
+                for i, part in enumerate(parts):
+                    time.sleep(0.1 if i else 0)
+                    self.wfile.write(part)
+            except OSError:
+                pass  # the client has had enough
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), self.RequestHandlerClass)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/input.txt"
+
+
+@pytest.fixture
+def server(monkeypatch):
+    server = RawServer()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(web, "WINDOW", 0.5)
+    monkeypatch.setattr(web, "LEAST", 100)
+    monkeypatch.setattr(web, "SILENCE", 1)
+    monkeypatch.setattr(web, "MOST", 100_000)
+    monkeypatch.setattr(sources, "WAITS", (0,))
+    monkeypatch.setattr(sources, "TINYSHAKESPEARE", server.url)
+    in_threads = []
+    monkeypatch.setattr(threading, "excepthook", in_threads.append)
+    yield server
+    server.shutdown()
+    server.server_close()
+    assert not in_threads
+
+
+def text_from(server) -> str:
+    batches = read_batches(list(find_files("tinyshakespeare", "")))
+    return "".join(text.text for _, batch in batches for text in batch)
+
+
+def download_from(server, folder: Path, seconds: float = 5) -> bytes:
+    """HellaSwag's download, if BODY were its official content."""
+    ids = {"val": hellaswag.blob_id(BODY)}
+    return hellaswag.download("val", folder, server.url, ids, patience=0).read_bytes()
+
+
+@pytest.mark.parametrize("length", [b"abc", b"-5", b"1e4", b"", b"9" * 5000])
+def test_a_content_length_that_is_none_does_no_harm(server, length, tmp_path):
+    server.answer = OK + CLOSE + b"Content-Length: " + length + b"\r\n\r\n" + BODY
+    assert download_from(server, tmp_path) == BODY  # its hash says that this is all
+    told = sentence(text_from, server)
+    assert "input.txt cannot be read (OSError: the server does not say how long it is)" in told
+
+
+WRONG_ANSWERS = {
+    "half": OK + SIZE + b"\r\n" + BODY[:5000],
+    "nothing": b"",
+    "no HTTP": b"SSH-2.0-OpenSSH_9.7\r\n",
+    "no head": b"\x00\xff" * 500,
+    "gzip": OK + CLOSE + GZIP + b"\r\n" + BODY,
+    "half gzip": OK + SIZE + GZIP + b"\r\n" + gzip.compress(BODY),
+    "chunks": OK + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nabc\r\n",
+    "two lengths": OK + SIZE + b"Content-Length: 7\r\n\r\n" + BODY,
+    "redirect to [": FOUND % b"http://[",
+    "redirect to a port": FOUND % b"http://127.0.0.1:port/",
+    "redirect to bytes": FOUND % b"http://\xff\xfe/",
+    "redirect to ftp": FOUND % b"ftp://127.0.0.1/",
+    "redirect to a file": FOUND % b"file:///etc/passwd",
+    "redirect to itself": FOUND % b"/input.txt",
+    "redirect to nowhere": b"HTTP/1.1 302 Found\r\nContent-Length: 0\r\n\r\n",
+    "410": b"HTTP/1.1 410 Gone\r\nContent-Length: 0\r\n\r\n",
+    "204": b"HTTP/1.1 204 No Content\r\n\r\n",
+    "dripping head": [OK, b"X: ", *DRIP],
+    "dripping body": [OK + SIZE + b"\r\n", *DRIP],
+    "dripping body without a length": [OK + CLOSE + b"\r\n", *DRIP],
+    "dripping chunks": [OK + b"Transfer-Encoding: chunked\r\n\r\n", *([b"1\r\nx\r\n"] * 1000)],
+    "dripping redirect": [FOUND[:40], *DRIP],
+    "silence": [OK + SIZE + b"\r\n", *([b""] * 1000)],
+    "no end": OK + CLOSE + b"\r\n" + BODY * 100,
+}
+
+
+@pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
+def test_a_wrong_answer_is_one_sentence_within_seconds(server, tmp_path, answer, monkeypatch):
+    server.answer = answer
+    fetch = hellaswag.fetch
+    monkeypatch.setattr(hellaswag, "fetch", lambda url: fetch(url, 0.7))
+    connect = web.connect
+    monkeypatch.setattr(web, "connect", lambda url, _: connect(url, 0.7))
+    began = time.monotonic()
+    assert "HellaSwag cannot be had from http:" in sentence(download_from, server, tmp_path)
+    assert "/input.txt cannot be read (" in sentence(text_from, server)
+    assert time.monotonic() - began < 5
+    assert not list(tmp_path.iterdir())

@@ -634,9 +634,9 @@ def test_published_numbers_are_printed_beside_the_same_model_on_all_examples(cap
         (["--json", "/nowhere/out.json"], "no file can be made in /nowhere .No such file"),
         (["--json", "/dev/null/out.json"], "no file can be made in /dev/null .Not a directory"),
         (["--json", "/proc/out.json"], "no file can be made in /proc "),
-        (["--json", "/tmp"], "--json /tmp: it is a directory"),
+        (["--json", "/"], "--json / is a directory"),
         (["--path", "/nowhere/val.jsonl"], "/nowhere/val.jsonl cannot be read .No such file"),
-        (["--path", "/tmp"], "/tmp is no file"),
+        (["--path", "/"], "/ is no file"),
     ],
 )
 def test_a_users_mistake_is_one_sentence_before_any_work(monkeypatch, args, message):

@@ -2,6 +2,7 @@
 
 import hashlib
 import io
+import os
 
 import numpy as np
 import pytest
@@ -18,35 +19,75 @@ from support.tokenizer import EOT
 SHARED_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
-def all_tokens(shards) -> np.ndarray:
-    """The training shards one after the other."""
-    return np.concatenate([np.load(path) for path in sorted(shards.glob("*train*"))])
+def epoch_of(loader: DataLoaderLite, epoch: int) -> list[tuple]:
+    """The sequences of an epoch, in its order."""
+    n = loader.num_sequences
+    return [tuple(loader.sequence(k).tolist()) for k in range(epoch * n, (epoch + 1) * n)]
 
 
-def epoch_of(loader: DataLoaderLite, epoch: int) -> np.ndarray:
-    return loader.read(epoch * loader.num_tokens, loader.num_tokens)
+def cut(tokens, T: int, offset: int = 0) -> list[tuple]:
+    """All sequences of T+1 tokens that a shard has from an offset on, with stride T."""
+    starts = range(offset, len(tokens) - T, T)
+    return [tuple(tokens[start : start + T + 1].tolist()) for start in starts]
 
 
-def pieces(tokens: np.ndarray) -> list[tuple]:
-    """The parts of a stream that start at an <|endoftext|>."""
-    starts = np.flatnonzero(tokens == EOT)
-    return [tuple(piece) for piece in np.split(tokens, starts) if len(piece)]
+def training_shards(directory) -> list[np.ndarray]:
+    return [np.load(path) for path in sorted(directory.glob("*train*"))]
 
 
-def test_without_shuffle_the_stream_is_the_shards_one_after_the_other_again_and_again(shards):
+def test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_again(shards):
     loader = DataLoaderLite(shards, "train", 2, 8)
-    whole = all_tokens(shards)
-    assert np.array_equal(loader.read(0, 3 * len(whole)), np.tile(whole, 3))
+    expected = [sequence for tokens in training_shards(shards) for sequence in cut(tokens, 8)]
+    for epoch in range(3):
+        assert epoch_of(loader, epoch) == expected
 
 
-def test_sequences_are_t_plus_1_tokens_with_stride_t(shards):
-    loader = DataLoaderLite(shards, "train", 4, 8)
-    stream = loader.read(0, 10_000).astype(np.int64)
+def test_x_and_y_are_a_sequence_without_its_last_and_without_its_first_token(shards):
+    loader = DataLoaderLite(shards, "train", 4, 8, shuffle=True)
     for first in range(0, 1000, 4):
         x, y = loader.next_batch()
+        assert x.dtype == y.dtype == torch.int64
+        assert x.shape == y.shape == (4, 8)
         for row, k in enumerate(range(first, first + 4)):
-            assert x[row].tolist() == stream[8 * k : 8 * k + 8].tolist()
-            assert y[row].tolist() == stream[8 * k + 1 : 8 * k + 9].tolist()
+            sequence = loader.sequence(k).tolist()
+            assert x[row].tolist() == sequence[:-1]
+            assert y[row].tolist() == sequence[1:]
+
+
+@settings(max_examples=60, suppress_health_check=SHARED_FIXTURE)
+@given(
+    sizes=st.lists(st.floats(0, 10), min_size=1, max_size=4),
+    T=st.integers(1, 20),
+    seed=st.integers(0, 2**62 - 1),
+)
+def test_an_epoch_has_as_many_sequences_of_each_shard_as_the_rule_says_each_once(
+    tmp_path_factory, sizes, T, seed
+):
+    """Shards of no token to 10 T: DESIGN.md's formula, written out once more."""
+    directory = tmp_path_factory.mktemp("shards")
+    arrays = []
+    for i, size in enumerate(sizes):
+        first = sum(map(len, arrays))  # no token occurs twice
+        arrays.append(np.arange(first, first + round(size * T), dtype=np.uint16))
+        write_shard(directory / f"a_train_{i:06d}.npy", arrays[-1])
+    if all(len(tokens) <= T for tokens in arrays):
+        with pytest.raises(UserError, match="none of them has one sequence"):
+            DataLoaderLite(directory, "train", 1, T, shuffle=True)
+        return
+    loader = DataLoaderLite(directory, "train", 1, T, shuffle=True, seed=seed)
+    for epoch in range(3):
+        found = epoch_of(loader, epoch)
+        assert len(found) == len(set(found)) == loader.num_sequences
+        for tokens in arrays:
+            mine = sorted(s for s in found if len(tokens) and tokens[0] <= s[0] <= tokens[-1])
+            N = len(tokens)
+            if N <= T:
+                assert not mine
+                continue
+            n = max(1, (N - T) // T)
+            offset = mine[0][0] - tokens[0]
+            assert 0 <= offset < min(T, N - n * T)
+            assert mine == cut(tokens, T, offset)[:n]
 
 
 @settings(max_examples=30, suppress_health_check=SHARED_FIXTURE)
@@ -105,52 +146,63 @@ def test_reset_starts_again(shards):
     assert all(torch.equal(x, loader.next_batch()[0]) for x in first)
 
 
-def test_each_shuffled_epoch_has_every_document_of_every_shard_once_in_another_order(shards):
+def test_every_epoch_has_another_order_and_other_offsets(shards):
     loader = DataLoaderLite(shards, "train", 1, 8, shuffle=True)
-    plain = all_tokens(shards)
-    epochs = [epoch_of(loader, number) for number in range(3)]
-    for epoch in epochs:
-        assert sorted(pieces(epoch)) == sorted(pieces(plain))
-    assert len({tokens.tobytes() for tokens in (*epochs, plain)}) == 4
+    epochs = [epoch_of(loader, number) for number in range(4)]
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+    assert len({frozenset(epoch) for epoch in epochs}) == 4, "the sequences begin elsewhere"
+
+
+def test_sequences_of_one_document_are_spread_over_the_epoch(tmp_path):
+    write_shard(tmp_path / "a_train_000001.npy", np.arange(50_000, dtype=np.uint16))
+    loader = DataLoaderLite(tmp_path, "train", 8, 50, shuffle=True)
+    for _ in range(20):
+        x, _ = loader.next_batch()
+        firsts = sorted(x[:, 0].tolist())
+        assert firsts[-1] - firsts[0] > 10_000, "a batch comes from all of the shard"
 
 
 def test_the_order_depends_on_the_seed(shards):
     orders = set()
     for seed in (1, 1, 2):
         loader = DataLoaderLite(shards, "train", 1, 8, shuffle=True, seed=seed)
-        orders.add(epoch_of(loader, 0).tobytes())
+        orders.add(tuple(epoch_of(loader, 0)))
     assert len(orders) == 2
 
 
 def test_the_shuffled_order_is_the_same_on_every_machine_and_in_every_version(shards):
-    stream = DataLoaderLite(shards, "train", 1, 8, shuffle=True).read(0, 2110)
-    assert hashlib.sha256(stream.tobytes()).hexdigest()[:16] == "440cae250c8fa948"
-
-
-def test_a_document_cut_by_a_shards_end_is_two_pieces(tmp_path):
-    write_shard(tmp_path / "a_train_000001.npy", [EOT, 1, 2, EOT, 3])
-    write_shard(tmp_path / "a_train_000002.npy", [4, 5, EOT, 6])
-    loader = DataLoaderLite(tmp_path, "train", 1, 2, shuffle=True)
-    parts = [[EOT, 1, 2], [EOT, 3], [4, 5], [EOT, 6]]
-    for epoch in range(8):
-        tokens = epoch_of(loader, epoch).tolist()
-        assert sorted(split_by(tokens, parts)) == sorted(parts)
-
-
-def split_by(tokens: list[int], parts: list[list[int]]) -> list[list[int]]:
-    """Cuts tokens into the given parts, in whatever order they come."""
-    found = []
-    while tokens:
-        part = next(p for p in parts if tokens[: len(p)] == p)
-        found.append(part)
-        tokens = tokens[len(part) :]
-    return found
+    loader = DataLoaderLite(shards, "train", 1, 8, shuffle=True)
+    stream = np.array(epoch_of(loader, 0), np.uint16)
+    assert hashlib.sha256(stream.tobytes()).hexdigest()[:16] == "a53ea32642b8bd7a"
 
 
 def test_a_batch_may_be_longer_than_the_whole_corpus(tmp_path):
     write_shard(tmp_path / "a_train_000001.npy", [EOT, 1, 2, 3, 4])
-    x, _ = DataLoaderLite(tmp_path, "train", 8, 4).next_batch()
-    assert x.flatten().tolist() == ([EOT, 1, 2, 3, 4] * 7)[:32]
+    x, y = DataLoaderLite(tmp_path, "train", 8, 4).next_batch()
+    assert x.tolist() == [[EOT, 1, 2, 3]] * 8
+    assert y.tolist() == [[1, 2, 3, 4]] * 8
+
+
+def test_a_shard_of_a_hundred_million_tokens_opens_without_being_read(tmp_path, monkeypatch):
+    path = tmp_path / "a_train_000001.npy"
+    header = io.BytesIO()
+    shape = {"descr": "<u2", "fortran_order": False, "shape": (100_000_000,)}
+    np.lib.format.write_array_header_1_0(header, shape)
+    path.write_bytes(header.getvalue())
+    os.truncate(path, len(header.getvalue()) + 200_000_000)  # a hole in the file: no disk is used
+    read, fromfile = [], np.fromfile
+
+    def counted(file, dtype, count, **options):
+        if file == path:  # the loader of another test may still prefetch
+            read.append(count)
+        return fromfile(file, dtype, count, **options)
+
+    monkeypatch.setattr(np, "fromfile", counted)
+    loader = DataLoaderLite(tmp_path, "train", 4, 1024, shuffle=True)
+    loader.next_batch()
+    loader.next_batch()
+    assert loader.num_sequences == 97_655
+    assert set(read) == {1025} and len(read) <= 12
 
 
 def test_llm_c_and_nanogpt_files_give_the_same_stream_as_npy(tmp_path):
@@ -166,9 +218,8 @@ def test_llm_c_and_nanogpt_files_give_the_same_stream_as_npy(tmp_path):
         file = tmp_path / name
         file.parent.mkdir()
         file.write_bytes(content)
-        streams.append(DataLoaderLite(file.parent, "train", 1, 8).read(0, 1200))
-    assert np.array_equal(streams[0], streams[1])
-    assert np.array_equal(streams[0], streams[2])
+        streams.append(epoch_of(DataLoaderLite(file.parent, "train", 1, 8), 0))
+    assert streams[0] == streams[1] == streams[2]
 
 
 def npy(array) -> bytes:
@@ -187,14 +238,14 @@ def llm_c_header(version: int, num_tokens: int) -> bytes:
 @pytest.mark.parametrize(
     "name, content, sentence",
     [
-        ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "not a whole .npy file"),
+        ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "should hold 100 tokens"),
         ("x_train_000000.npy", b"", "not a whole .npy file"),
         ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "one-dimensional uint16"),
         ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), "one-dimensional uint16"),
-        ("x_train_000000.bin", llm_c_header(7, 10) + bytes(20), "version 7"),
+        ("x_train_000000.bin", llm_c_header(7, 10) + bytes(20), r"version \[7\]"),
         ("x_train_000000.bin", llm_c_header(1, 99) + bytes(20), "99 tokens"),
         ("train.bin", bytes(101), "odd number of bytes"),
-        ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "less than one sequence"),
+        ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "none of them has one sequence"),
     ],
 )
 def test_a_damaged_shard_is_named_in_one_sentence(tmp_path, name, content, sentence):

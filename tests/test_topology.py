@@ -289,7 +289,9 @@ def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, muon):
 
 
 def test_skipped_steps_are_logged_and_the_window_survives_a_resume(shards, tmp_path):
-    flags = f"{EIGHT} --max-steps 160 --skip-spikes 1.5 --checkpoint-every 140"
+    # a low limit and a slow descent: from step 128 on, about every other update is refused
+    flags = f"""{EIGHT} --max-steps 160 --learning-rate 0.001
+        --skip-spikes 0.5 --checkpoint-every 140"""
     log_dir = tmp_path / "log"
     train(shards, log_dir, flags)
     skipped = [r["step"] for r in read_records(log_dir, "train") if "skipped" in r]

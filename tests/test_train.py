@@ -33,15 +33,14 @@ import hellaswag
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint
-from support.common import headings
+from support.common import UserError, headings
 from support.device import free_memory
 from support.distributed import Interrupted, Stop, World
+from support.fitting import fit_batch_size, runs_out_of_memory
 from support.log import Log
 from train_gpt2 import (
     command_to_resume,
-    fit_batch_size,
     learning_rate,
-    runs_out_of_memory,
     train_step,
     validate,
 )
@@ -367,23 +366,6 @@ def test_a_run_can_go_on_in_another_log_directory_with_other_settings(shards, tm
 # -- checkpoints
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(shards, tmp_path):
-    log_dir = tmp_path / "log"
-    train(shards, log_dir, "--checkpoint-every 3")
-    for name in ("model.safetensors", "training_state.pt"):
-        file = log_dir / "ckpt_000006" / name
-        content = file.read_bytes()
-        file.write_bytes(content[: len(content) // 2])
-        said = []
-        path, state = checkpoint.newest(log_dir, said.append)
-        assert path.name == "ckpt_000003"
-        assert state["step"] == 3
-        assert "ckpt_000006" in said[0]
-        assert "damaged" in said[0]
-        file.write_bytes(content)
-    assert checkpoint.newest(log_dir)[0].name == "ckpt_000006"
-
-
 def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, monkeypatch):
     def save(step: int) -> None:
         checkpoint.save(
@@ -399,12 +381,12 @@ def test_a_checkpoint_half_written_is_not_a_checkpoint(shards, tmp_path, tiny, m
 
     save(step=1)
     monkeypatch.setattr(torch, "save", full_disk)
-    with pytest.raises(OSError):
-        save(step=2)
-    with pytest.raises(OSError):
-        save(step=1)
-    assert checkpoint.newest(tmp_path)[0].name == "ckpt_000001"
-    assert len(checkpoint.checkpoints(tmp_path)) == 1
+    for step in (2, 1):
+        with pytest.raises(UserError, match="No space left on device"):
+            save(step=step)
+    [left] = checkpoint.checkpoints(tmp_path)
+    assert left.name == "ckpt_000001"
+    assert checkpoint.damage_of(left) == ""
 
 
 def test_checkpoints_that_cannot_be_read_are_not_thrown_away(shards, tmp_path):
@@ -434,32 +416,52 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep):
 
 
 def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
-    def model(x, y):
+    forward = tiny.forward
+
+    def with_little_memory(x, y):
         if len(x) > 4:
             raise torch.OutOfMemoryError
-        return tiny(x, y)
+        return forward(x, y)
 
-    def try_on_the_cpu(model, raw, B, T, _, dtype):
-        return runs_out_of_memory(model, raw, B, T, World("cpu"), dtype)
+    def try_on_the_cpu(raw, B, T, _, dtype):
+        return runs_out_of_memory(raw, B, T, World("cpu"), dtype)
 
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), sharding="ddp", size=1, any=bool)
-    monkeypatch.setattr("train_gpt2.runs_out_of_memory", try_on_the_cpu)
+    monkeypatch.setattr("support.fitting.runs_out_of_memory", try_on_the_cpu)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(tiny, "forward", with_little_memory)
     config = TrainConfig(sequence_length=16, total_batch_size=64 * 16)
-    assert fit_batch_size(model, tiny, config, gpu, torch.float32) == 4
+    assert fit_batch_size(tiny, config, gpu, torch.float32) == 4
     assert all(p.grad is None for p in tiny.parameters()), "nothing of the trial stays"
     config = TrainConfig(sequence_length=16, total_batch_size=6 * 16)
-    B = fit_batch_size(tiny, tiny, config, gpu, torch.float32)
+    B = fit_batch_size(tiny, config, gpu, torch.float32)
     assert B == 2, "it must divide the batch"
+
+
+def test_running_out_of_memory_is_known_by_its_words_and_other_errors_are_not(tiny, monkeypatch):
+    for words, known in {
+        "Triton Error [CUDA]: out of memory": True,
+        "another error": False,
+    }.items():
+
+        def fails(x, y, words=words):
+            raise RuntimeError(words)
+
+        monkeypatch.setattr(tiny, "forward", fails)
+        if known:
+            assert runs_out_of_memory(tiny, 2, 16, World("cpu"), torch.float32)
+        else:
+            with pytest.raises(RuntimeError, match=words):
+                runs_out_of_memory(tiny, 2, 16, World("cpu"), torch.float32)
 
 
 @pytest.mark.parametrize("free, B", [(0, 1), (2e6, 4), (1e12, 64)])
 def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypatch, free, B):
     # a sequence needs 32 · 4 · 18 · 2 · 32 bytes
     state = 12 * tiny.num_params()  # gradients and moments
-    monkeypatch.setattr("train_gpt2.free_memory", lambda device: free + 2 * state)
+    monkeypatch.setattr("support.fitting.free_memory", lambda device: free + 2 * state)
     config = TrainConfig(sequence_length=32, total_batch_size=64 * 32)
-    assert fit_batch_size(tiny, tiny, config, World("cpu"), torch.float32) == B
+    assert fit_batch_size(tiny, config, World("cpu"), torch.float32) == B
 
 
 @pytest.mark.parametrize(

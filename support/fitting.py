@@ -1,0 +1,75 @@
+"""The micro-batch finds its own size."""
+
+import math
+import os
+
+import torch
+
+from support.device import autocast, free_memory, total_memory
+from support.distributed import World
+
+
+def fit_batch_size(raw, config, world: World, dtype: torch.dtype) -> int:
+    """The largest power of two up to 64 that divides the batch and fits in memory.
+
+    It is the same on every process. On a GPU it tries. On a CPU, where running out of memory
+    raises nothing, and with fsdp, where a process that fails would leave the others waiting, what
+    the backward pass needs is estimated, and must stay within half of the free memory.
+    """
+    T = config.sequence_length
+    B = math.gcd(64, config.total_batch_size // T // world.size)
+    if world.device.type == "cuda" and world.sharding != "fsdp":
+        while B > 1 and world.any(runs_out_of_memory(raw, B, T, world, dtype)):
+            B //= 2
+        torch.cuda.reset_peak_memory_stats()
+        return B
+    room, per_token = estimate_memory(raw, world, dtype)
+    while world.any(B > 1 and B * T * per_token > room):
+        B //= 2
+    return B
+
+
+def estimate_memory(raw, world: World, dtype: torch.dtype) -> tuple[float, int]:
+    """Bytes that activations may take in this process, and bytes that a token needs."""
+    free = free_memory(world.device) / 2
+    if world.device.type == "cpu":
+        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    state = 12.0 * raw.num_params()  # gradients and two moments
+    if world.sharding == "fsdp":
+        state /= world.size
+    c = raw.config
+    values = 18 * c.n_layer  # kept for each token and channel
+    if c.activation_checkpointing:
+        values = 18 + c.n_layer
+    width = 4 if dtype == torch.float32 else 3  # bytes: 16 bits, with some float32 beside them
+    return free - state, width * values * c.n_embd
+
+
+def runs_out_of_memory(raw, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
+    """Whether a micro-batch of B sequences is too much for this GPU.
+
+    Beside it there must be room for weights, gradients, AdamW's two moments, the buckets in which
+    DDP averages gradients, and 3% of all memory, because the allocator cannot fill every hole.
+    """
+    N = sum(p.numel() for p in raw.parameters())
+    floats = 2 * N // (world.size if world.sharding == "zero1" else 1)
+    if world.size > 1:
+        floats += N
+    try:
+        taken = torch.empty(floats, device=world.device)
+        headroom = torch.empty(total_memory(world.device) * 3 // 100 // 4, device=world.device)
+        x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
+        # from the second micro-step on, the gradients are there before the activations
+        for _ in range(2):
+            with autocast(world.device, dtype):
+                _, loss = raw(x, x)
+            loss.backward()
+        del taken, headroom
+        return False
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; Triton has its own
+        if "out of memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        return True
+    finally:
+        raw.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
