@@ -31,7 +31,7 @@ from benchmarks.turns import Side, measure
 from config import GPT2_SIZES
 from model import GPT, GPTConfig
 from support.common import UserError, read_flags, run_script
-from support.device import compiler_works, free_memory, peak_flops, pick_device, pick_dtype
+from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
 from support.report import describe_run, dtype_name
 
@@ -119,7 +119,7 @@ class Machine:
     device: torch.device
     dtype: torch.dtype  # what training would use here
     why: str
-    why_not_compile: str
+    why_eager: str
     peaks: dict[str, tuple[float, str]]  # precision: operations a second, source
     notes: list[str] = field(default_factory=list)  # what a reader of the table has to know
 
@@ -145,7 +145,7 @@ class Machine:
             size=self.size,
             dtype=self.dtype,
             tf32="tf32" in self.peaks,
-            compile=not self.why_not_compile,
+            compile=not self.why_eager,
             flash=True,
             pad_vocab_to=128,
             own_loss=True,
@@ -185,7 +185,7 @@ def look_around(config: BenchConfig) -> Machine:
         sequence_length=config.sequence_length or T,
     )
     dtype, why = pick_dtype(device, config.dtype)
-    why_not_compile = compiler_works(device) if config.compile else "--no-compile"
+    why_eager = why_not_compile(device) if config.compile else "--no-compile"
     half = torch.float16 if dtype == torch.float16 else torch.bfloat16
     torch.set_float32_matmul_precision("highest")
     peaks = {
@@ -195,7 +195,7 @@ def look_around(config: BenchConfig) -> Machine:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
         torch.set_float32_matmul_precision("high")
         peaks["tf32"] = peak_flops(device, torch.float32)
-    return Machine(config, device, dtype, why, why_not_compile, peaks)
+    return Machine(config, device, dtype, why, why_eager, peaks)
 
 
 # -- the comparisons: each yields the rows of its table
@@ -261,7 +261,7 @@ def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
 
     On a CPU only until it could end: there the system kills a process instead of raising an error.
     """
-    room = free_memory(m.device) / 1e9
+    room = (free_memory(m.device) or 4 * 2**30) / 1e9
     memory_gb = 0
     first = None
     B = 1
@@ -292,7 +292,7 @@ def scale_processes(m: Machine) -> Iterator[dict]:
 def compare_transformers(m: Machine) -> Iterator[dict]:
     """transformers' GPT-2, the same AdamW and precision, and the step as training takes it."""
     sides = [m.step("transformers, eager", hf=True, compile=False)]
-    if not m.why_not_compile:
+    if not m.why_eager:
         sides.append(m.step("transformers, compiled", hf=True, recompute=False))
     sides.append(m.step("this repository"))
     yield from m.measure(sides)

@@ -18,6 +18,7 @@ PresetName = Literal[
 class TrainConfig:
     """Train a GPT-2. Without a flag: the reproduction of the 124M model."""
 
+    # The comment behind a field is its --help: keep both on one line.
     # -- start: What the run begins with, and where things are.
     preset: PresetName = "gpt2"  # a complete set of the values below, which any flag overrides
     data_dir: str = "edu_fineweb10B"  # directory of token shards, as fineweb.py makes them
@@ -63,16 +64,16 @@ class TrainConfig:
     sample_tokens: int = 32  # tokens added to it
     num_samples: int = 4  # how many, on each process
     checkpoint_every: int = 5000  # checkpoints (not at step 0)
-    checkpoint_minutes: float = 30.0  # and whenever the last one is older than this; 0 = never
-    save_best: bool = False  # and whenever the validation loss is the lowest so far
+    checkpoint_minutes: float = 30.0  # also save when the last one is older than this; 0 = never
+    save_best: bool = False  # also save when the validation loss is the lowest so far
     keep_checkpoints: int = 2  # how many of the newest to keep; the best by validation loss stays
 
     # -- computation: How it computes.
     seed: int = 1337  # of the weights, the order of the data, and the samples
-    shuffle: bool = True  # permute the documents anew in each epoch
+    shuffle: bool = True  # a new order of the sequences, and other cuts, in each epoch
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # what to autocast to
-    sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"  # divide the batch; + moments; + everything
+    sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"  # divide the data; + moments; + everything
     compile: bool = True  # torch.compile the training step, where there is a compiler
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more work
     deterministic: bool = False  # CUDA: bit-identical runs, slower (a CPU is so anyway)
@@ -114,7 +115,7 @@ PRESETS = {
     # Fewer tokens to the same loss. AdamW's learning rate: in benchmarks/recipes the best one is
     # within a factor of two of it.
     "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
-    # about three minutes on two CPU cores, on the source of Python's standard library
+    # about four minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
         preset="quickstart",
         data_dir="data/stdlib",
@@ -122,22 +123,22 @@ PRESETS = {
         n_layer=6,
         n_head=6,
         n_embd=192,
-        sequence_length=256,
-        batch_size=8,
+        sequence_length=128,  # short ones see more documents in so few tokens
+        batch_size=16,
         total_batch_size=2048,
-        max_steps=150,
+        max_steps=200,
         warmup_steps=20,
         learning_rate=8e-3,
         optimizer="muon",
-        val_every=50,
+        val_every=20,
         val_tokens=20480,
-        hellaswag_every=150,
+        hellaswag_every=200,
         hellaswag_limit=100,
-        sample_every=75,
+        sample_every=100,
         sample_prompt="def ",
         sample_tokens=96,
         num_samples=2,
-        checkpoint_every=150,
+        checkpoint_every=200,
     ),
 }
 

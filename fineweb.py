@@ -488,8 +488,9 @@ def count_cores() -> int:
 
 
 def end_at_ctrl_c(*_) -> None:
-    # not print, which may have been interrupted itself
-    os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
+    with suppress(OSError):  # nobody reads it
+        # not print, which may have been interrupted itself
+        os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
     end_process(130)  # 128 + SIGINT, the shell's convention
 
 
@@ -507,7 +508,8 @@ def run_and_exit() -> None:
     except SystemExit as end:
         code = end.code or 0
     if isinstance(code, str):
-        print(code, file=sys.stderr)
+        with suppress(OSError):
+            print(code, file=sys.stderr)
         code = 1
     for stream in (sys.stdout, sys.stderr):
         if stream:

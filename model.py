@@ -46,21 +46,20 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(
-            config.n_embd, 3 * config.n_embd
-        )  # queries, keys, values of all heads
+        # one matmul for the queries, keys and values of all heads
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
-        if cache is not None:
-            past_k, past_v, columns = cache  # (B, nh, S, hs) twice, and where in S these T belong
-            past_k.index_copy_(2, columns, k.to(past_k.dtype))
-            past_v.index_copy_(2, columns, v.to(past_v.dtype))
-            if mask is not None:  # it says what of the past is seen; without, a prompt sees itself
-                k, v = past_k, past_v
+        if cache is not None:  # generation: keep k and v of these T tokens in their columns
+            all_k, all_v, columns = cache  # (B, nh, S, hs) twice, (T,)
+            all_k.index_copy_(2, columns, k.to(all_k.dtype))
+            all_v.index_copy_(2, columns, v.to(all_v.dtype))
+            if mask is not None:  # a new token looks at what the mask shows of the cache;
+                k, v = all_k, all_v  # without a mask a prompt looks at itself, causally
         # softmax(q kᵀ / √hs + mask) v; without a mask each token sees itself and those before it
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -110,31 +109,33 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, with_grad):
         """x (N, C), weight (padded V, C), targets (N,) where -1 is ignored -> a scalar."""
         device = x.device
-        rows = 2048 if device.type == "cpu" else 8192
+        chunk = 2048 if device.type == "cpu" else 8192  # rows of logits that exist at a time
         autocast = torch.is_autocast_enabled(device.type)
-        half = torch.get_autocast_dtype(device.type) if autocast else x.dtype
-        wide = torch.promote_types(half, torch.float32)
-        w = weight.to(half)
-        classes = torch.arange(len(weight), device=device)
-        loss = x.new_zeros((), dtype=wide)
+        matmul_dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
+        sum_dtype = torch.promote_types(matmul_dtype, torch.float32)  # of the softmax and of sums
+        w = weight.to(matmul_dtype)
+        token_ids = torch.arange(len(weight), device=device)
+        loss_sum = x.new_zeros((), dtype=sum_dtype)
         dx = []
-        dw = torch.zeros_like(weight, dtype=wide) if with_grad else None
-        for x_, y in zip(x.to(half).split(rows), targets[:, None].split(rows), strict=True):
-            logits = (x_ @ w.t()).to(wide)
+        dw = torch.zeros_like(weight, dtype=sum_dtype) if with_grad else None
+        x_chunks = x.to(matmul_dtype).split(chunk)
+        y_chunks = targets[:, None].split(chunk)
+        for x_chunk, y in zip(x_chunks, y_chunks, strict=True):
+            counted = y >= 0  # (rows, 1)
+            logits = (x_chunk @ w.t()).to(sum_dtype)
             logits[:, vocab_size:] = -torch.inf  # the padding: probability and gradient zero
             lse = logits.logsumexp(-1, keepdim=True)
-            loss += torch.where(y >= 0, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
+            loss_sum += torch.where(counted, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
             if with_grad:
-                # Of the sum: softmax - one-hot. In float16 the gradient of the mean would
-                # underflow.
-                dlogits = logits.sub_(lse).exp_().add_(classes == y, alpha=-1).to(half)
-                dx.append(dlogits @ w * (y >= 0))
-                dw += dlogits.t() @ (x_ * (y >= 0))
+                # d loss_sum / d logits = softmax - one-hot. The mean's would underflow in float16.
+                dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
+                dx.append(dlogits @ w * counted)
+                dw += dlogits.t() @ (x_chunk * counted)
         n = (targets >= 0).sum()
         if with_grad:
             ctx.save_for_backward(torch.cat(dx), dw, n)
             ctx.dtypes = x.dtype, weight.dtype
-        return loss / n
+        return loss_sum / n
 
     @staticmethod
     def backward(ctx, grad):
@@ -189,11 +190,11 @@ class GPT(nn.Module):
             elif p.dim() == 1:  # layer norm
                 p.fill_(1)
             else:
-                p[: self.true_rows(name)].normal_(0.0, std)
+                self.without_padding(name, p).normal_(0.0, std)
 
-    def true_rows(self, name: str) -> int | None:
-        """How many rows of a parameter are not padding; None, for a slice's end, is all of them."""
-        return self.config.vocab_size if name == "transformer.wte.weight" else None
+    def without_padding(self, name: str, w):
+        """The rows that are saved: of the embedding those of tokens, of anything else all."""
+        return w[: self.config.vocab_size] if name == hf.EMBEDDING else w
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 -> (logits (B, T, V), None).
@@ -357,15 +358,14 @@ class GPT(nn.Module):
                     f"the weights have no tensor {name}: this is not a GPT-2 of {L} layers"
                 )
             w = weights[name]
-            rows = self.true_rows(name) or len(p)
-            expected = (rows, *p.shape[1:])
-            if w.shape != expected or not w.is_floating_point():
+            rows = self.without_padding(name, p)
+            if w.shape != rows.shape or not w.is_floating_point():
                 raise UserError(
-                    f"{name} has shape {tuple(w.shape)} of {w.dtype} where {expected} of "
+                    f"{name} has shape {tuple(w.shape)} of {w.dtype} where {tuple(rows.shape)} of "
                     "floating-point numbers was expected"
                 )
-            p[:rows] = w
-            p[rows:] = 0
+            p.zero_()
+            rows.copy_(w)
         surplus = set(weights) - {name for name, _ in self.named_parameters()}
         if surplus:
             raise UserError(
@@ -383,18 +383,11 @@ class GPT(nn.Module):
         """
         state_dict = self.state_dict() if state_dict is None else state_dict
         weights = {
-            name: w.detach()[: self.true_rows(name)]
+            name: self.without_padding(name, w.detach())
             for name, w in state_dict.items()
             if name != "lm_head.weight"
         }
-        c = self.config
-        shape = dict(
-            block_size=c.block_size,
-            vocab_size=c.vocab_size,
-            n_layer=c.n_layer,
-            n_head=c.n_head,
-            n_embd=c.n_embd,
-        )
+        shape = {name: getattr(self.config, name) for name in hf.SHAPE}
         hf.write_model(Path(directory), shape, weights, {} if card is None else card)
 
 

@@ -1,6 +1,6 @@
 """Generations from a checkpoint or a pretrained GPT-2.
 
-python sample.py --model log/quickstart/ckpt_000150 --prompt "def "
+python sample.py --model log/quickstart/ckpt_000200 --prompt "def "
 """
 
 import codecs
@@ -16,7 +16,7 @@ import tyro
 
 from model import GPT
 from support.common import UserError, run_script
-from support.device import compiler_works, free_memory, pick_device, pick_dtype
+from support.device import free_memory, pick_device, pick_dtype, why_not_compile
 from support.generation import pad
 from support.tokenizer import EOT, check_vocabulary, encode, get_tokenizer, replace_surrogates
 
@@ -158,7 +158,7 @@ def check_memory(model: GPT, rows: int, prompts: list[str], max_new_tokens: int)
     pieces = 100 * max_new_tokens  # short Python strings
     needed = rows * (cache + pieces)
     free = free_memory(weight.device)
-    if needed > free:
+    if free is not None and needed > free:
         raise UserError(
             f"{rows} samples at a time with --max-new-tokens {max_new_tokens} need "
             f"{needed / 1e9:,.1f} GB of memory, {free / 1e9:,.1f} GB is free: ask for fewer"
@@ -170,7 +170,7 @@ def main() -> None:
     check_flags(config)
     prompts = read_prompts(config.prompt)
     device = pick_device(config.device)
-    problem = compiler_works(device) if config.compile else ""
+    problem = why_not_compile(device) if config.compile else ""
     if problem:
         raise UserError(f"--compile: {problem}; leave that flag out")
     dtype, _ = pick_dtype(device, config.dtype)

@@ -26,7 +26,6 @@ from support.common import UserError, run_script, say
 from support.device import (
     autocast,
     compile_blocks,
-    compiler_works,
     eager,
     free_memory,
     newest_flash_attention,
@@ -34,6 +33,7 @@ from support.device import (
     peak_memory,
     pick_dtype,
     seed_everything,
+    why_not_compile,
 )
 from support.distributed import Interrupted, Stop, World
 from support.fitting import fit_batch_size
@@ -48,6 +48,7 @@ from support.report import (
     print_setup,
 )
 from support.shards import identify
+from support.tokenizer import check_vocabulary
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -131,12 +132,12 @@ def clip_gradients(model: torch.nn.Module, largest: float) -> torch.Tensor:
     return norm
 
 
-def is_spike(value: float, recent: list[float], limit: float, window: int = 128) -> bool:
-    """Whether a value is more than `limit` standard deviations above the mean of a full window.
+SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
 
-    As llm.c's -sl and -sg.
-    """
-    if len(recent) < window:
+
+def is_spike(value: float, recent: list[float], limit: float) -> bool:
+    """Whether a value is more than `limit` standard deviations above the mean of a full window."""
+    if len(recent) < SPIKE_WINDOW:
         return False
     return value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
 
@@ -201,7 +202,7 @@ class Run:
         self.step = 0  # updates done
         self.cursor = 0  # where this step's sequences start
         self.evaluated = False  # whether what is due at this step is done
-        # loss and step of the best validation so far at a step with a checkpoint
+        # the lowest validation loss so far at a step with a checkpoint: {"loss", "step"}
         self.best: dict | None = None
         self.losses: dict[str, float] = {}  # the last ones, for the model card
         self.recent: dict[str, list[float]] = {"loss": [], "norm": []}  # for skip_spikes
@@ -216,10 +217,10 @@ class Run:
         self.build_loaders()
         self.build_optimizers()
         self.measure_peak()
-        # when it would have started, had it never been interrupted
-        self.began = time.perf_counter()
+        # where the run's clock began; restore moves it back by the time that was spent before
+        self.clock_start = time.perf_counter()
         print_setup(self)
-        self.begin(found)
+        self.open_logs(found)
 
     def build_model(self, found: checkpoint.Found | None) -> None:
         """The model: new, or from a checkpoint or other weights; on its device, compiled."""
@@ -233,7 +234,7 @@ class Run:
         self.raw = self.build_raw(found)
         world.place(self.raw, self.dtype)
 
-        why_eager = compiler_works(world.device) if config.compile else "as asked"
+        why_eager = why_not_compile(world.device) if config.compile else "as asked"
         kernels = f"eager: {why_eager}" if why_eager else "compiled"
         if not config.deterministic and (flash := newest_flash_attention(world.device)):
             kernels += f", {flash}"
@@ -242,22 +243,26 @@ class Run:
             compile_blocks(self.raw, recompute=world.device.type == "cpu")
 
     def build_raw(self, found: checkpoint.Found | None) -> GPT:
-        """The model on the CPU: as the checkpoint says, from other weights, or new.
+        """The model on the CPU: as the checkpoint says, else from other weights, else new.
 
-        A field of GPTConfig that TrainConfig has too is set by its flag.
+        A field of GPTConfig that TrainConfig has too is set by its flag. Other weights have sizes
+        of their own: of them only the harmless fields are.
         """
         config = self.config
         asked = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
         asked["block_size"] = config.sequence_length
         harmless = [f.name for f in dataclasses.fields(GPTConfig) if f.metadata.get("harmless")]
         memory = {name: asked[name] for name in harmless if name in asked}
-        refuse_too_large(found.state["model"] if found else asked)
         torch.manual_seed(config.seed)
         if found:
+            refuse_too_large(found.state["model"])
             return GPT.from_pretrained(found.path, **{**found.state["model"], **memory})
         if config.init_from == "scratch":
+            refuse_too_large(asked)
             return GPT(GPTConfig(**asked))
-        return GPT.from_pretrained(config.init_from, block_size=config.sequence_length, **memory)
+        raw = GPT.from_pretrained(config.init_from, block_size=config.sequence_length, **memory)
+        check_vocabulary(config.init_from, raw.config.vocab_size)
+        return raw
 
     def fit_batch(self, found: checkpoint.Found | None) -> None:
         """The micro-batch: as asked, as before, or as large as fits."""
@@ -312,7 +317,7 @@ class Run:
         self.peak = peak * self.world.size
         self.log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({source})")
 
-    def begin(self, found: checkpoint.Found | None) -> None:
+    def open_logs(self, found: checkpoint.Found | None) -> None:
         """Starts the logs, or goes on where a checkpoint left everything."""
         about = describe_run(self.config, self.world, self.dtype, self.batch_size)
         about["model"] = dataclasses.asdict(self.raw.config)
@@ -324,9 +329,9 @@ class Run:
             self.log.resume(self.step, self.evaluated, about)
         else:
             self.log.start(about)
-        self.started_at = self.step
-        self.first_step_done = 0.0  # compilation belongs to the first step
-        self.saved_at = time.perf_counter()  # or begun
+        self.first_step = self.step  # of this process: 0, or the checkpoint's
+        self.first_step_ended: float | None = None  # its clock: the first update compiles
+        self.last_save_time = time.perf_counter()  # or when the run began
 
     def clear_the_way(self, found: checkpoint.Found | None) -> None:
         """Renames damaged checkpoints, and those of a run that is given up; --overwrite removes."""
@@ -339,23 +344,21 @@ class Run:
                 checkpoint.set_aside(path, "abandoned")
 
     def wall(self) -> float:
-        return time.perf_counter() - self.began
+        return time.perf_counter() - self.clock_start
 
     def due(self, every: int) -> bool:
         return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
 
     def accept(self, loss: float, norm: float) -> bool:
-        """Whether to make an update.
-
-        Not where float16 overflowed, nor, with skip_spikes, where loss or norm is an outlier.
-        """
-        self.skipped = "" if math.isfinite(norm) else "overflow in float16"
-        if self.skipped or not self.config.skip_spikes:
-            return not self.skipped
-        for name, value in {"loss": loss, "norm": norm}.items():
-            if is_spike(value, self.recent[name], self.config.skip_spikes):
-                self.skipped = f"spike of the {name}"
-            self.recent[name] = [*self.recent[name][-127:], value]
+        """Whether to make this update; if not, `skipped` says why."""
+        self.skipped = ""
+        if not math.isfinite(norm):
+            self.skipped = "overflow in float16"  # in another dtype, stop_at_nan ends the run
+        elif self.config.skip_spikes:
+            for name, value in {"loss": loss, "norm": norm}.items():
+                if is_spike(value, self.recent[name], self.config.skip_spikes):
+                    self.skipped = f"spike of the {name}"
+                self.recent[name] = [*self.recent[name], value][-SPIKE_WINDOW:]
         return not self.skipped
 
 
@@ -377,7 +380,7 @@ def refuse_too_large(shape: dict) -> None:
     L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
     need = 4 * (12 * L * C**2 + (T + GPTConfig.vocab_size) * C)
     free = free_memory(torch.device("cpu"))
-    if need > free:
+    if free is not None and need > free:
         raise UserError(
             f"a model of n_layer {L}, n_embd {C} and {T} positions needs {need:,} bytes for its "
             f"weights, {free:,} are free here: use smaller ones"
@@ -460,10 +463,10 @@ def restore(run: Run, found: checkpoint.Found) -> None:
         group.update(options)  # weight decay and the like are this command's, not the checkpoint's
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
-    run.train_loader.load_state_dict(state)
+    run.train_loader.load_state_dict({"cursor": state["cursor"]})
     for name in run.PROGRESS:
         setattr(run, name, state[name])
-    run.began = time.perf_counter() - state["wall"]
+    run.clock_start = time.perf_counter() - state["wall"]
     run.last_saved = found.path
 
 
@@ -521,7 +524,7 @@ def save(run: Run) -> Path:
         best = checkpoint.path_of(config.log_dir, run.best["step"]) if run.best else None
         checkpoint.prune(config.log_dir, config.keep_checkpoints, best)
     run.last_saved = path
-    run.saved_at = time.perf_counter()
+    run.last_save_time = time.perf_counter()
     return path
 
 
@@ -562,8 +565,8 @@ def evaluate_loss(run: Run) -> None:
     run.log.say(f"step {run.step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
     run.log.record(run.step, "val", val_loss=val_loss, perplexity=perplexity)
     run.losses["validation loss"] = val_loss
-    is_best = run.best is None or val_loss < run.best["loss"]
-    if is_best and (config.save_best or run.due(config.checkpoint_every)):
+    has_checkpoint = run.step > 0 and (config.save_best or run.due(config.checkpoint_every))
+    if has_checkpoint and (run.best is None or val_loss < run.best["loss"]):
         run.best = {"loss": val_loss, "step": run.step}
 
 
@@ -604,18 +607,18 @@ def print_samples(run: Run) -> None:
 def log_step(run: Run, loss: float, norm: float, lr: float, seconds: float) -> None:
     """One line on the console and one record of the update that was just made."""
     config = run.config
-    done = run.step - run.started_at
     now = time.perf_counter()
-    run.first_step_done = run.first_step_done or now
     rate = config.total_batch_size / seconds
     mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
     line = (
         f"step {run.step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
         f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f} | mfu {mfu:.1%}"
     )
-    if done > 0:
-        left = (now - run.first_step_done) / done * (config.max_steps - run.step - 1)
-        line += f" | left {duration(left)}"
+    if run.first_step_ended is None:
+        run.first_step_ended = now
+    else:
+        a_step = (now - run.first_step_ended) / (run.step - run.first_step)
+        line += f" | left {duration(a_step * (config.max_steps - run.step - 1))}"
     why = {}
     if run.skipped:
         line += f" | no update: {run.skipped}"
@@ -671,7 +674,7 @@ def loop(run: Run) -> None:
             stop=run.stop,
             accept=run.accept if refusing else None,
         )
-        loss = loss_on_device.item()  # waits for the device: the one time in a step
+        loss = loss_on_device.item()  # waits for the device
         norm = norm_on_device.item()
         seconds = time.perf_counter() - start
         stop_at_nan(run, loss, norm)
@@ -684,10 +687,10 @@ def loop(run: Run) -> None:
 
 def save_is_due(run: Run) -> bool:
     """Whether this step gets a checkpoint: by its number, by the clock, or as the best so far."""
-    if run.step == run.started_at:
+    if run.step == run.first_step:
         return False
     minutes = run.config.checkpoint_minutes
-    late = minutes > 0 and time.perf_counter() - run.saved_at > 60 * minutes
+    late = minutes > 0 and time.perf_counter() - run.last_save_time > 60 * minutes
     late = run.world.any(run.world.is_main and late)  # all processes go by one clock
     best = run.config.save_best and run.best is not None and run.best["step"] == run.step
     return late or best or run.due(run.config.checkpoint_every)

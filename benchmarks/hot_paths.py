@@ -81,7 +81,7 @@ def compare_generation(m) -> Iterator[dict]:
     limit = f"reading {weights / 1e6:.0f} MB at {speed / 1e9:.1f} GB/s"
     m.notes.append(f"{NEW} tokens a prompt, {m.dtype}; limit: {limit}")
     ways = ["transformers", "no cache", "ours, eager"]
-    if not m.why_not_compile:
+    if not m.why_eager:
         ways.append("ours, compiled")
     for rows in (1, 4):
         sides = []

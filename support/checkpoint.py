@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from support import hf
 from support.common import UserError, first_line, sync
 from support.distributed import World
 
@@ -30,7 +31,6 @@ CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
 VERSION = 2  # of the training state; 1 had another order of the data, and no checksums
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-EMBEDDING = "transformer.wte.weight"
 
 
 @dataclass
@@ -86,10 +86,10 @@ def save(
         optimizer_state = resize_embedding(optimizer_state, model.config.vocab_size)
         state = {**state, "version": VERSION, "optimizer": optimizer_state}
         try:
+            sweep(final.parent)
             refuse_not_finite(weights, final)
             refuse_full_disk(weights, optimizer_state, final)
             beside = final.with_name(f".{final.name}.tmp")
-            sweep(final.parent)
             model.save_pretrained(beside, weights, card)
             torch.save(state, beside / STATE)
             finish(beside, final)
@@ -193,8 +193,8 @@ def resize_embedding(optimizer_state: dict, rows: int) -> dict:
         return torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
 
     states = dict(optimizer_state["state"])
-    if EMBEDDING in states:
-        states[EMBEDDING] = {name: resize(x) for name, x in states[EMBEDDING].items()}
+    if hf.EMBEDDING in states:
+        states[hf.EMBEDDING] = {name: resize(x) for name, x in states[hf.EMBEDDING].items()}
     return {**optimizer_state, "state": states}
 
 

@@ -162,8 +162,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 # -- compilation and kernels
 
 
-def compiler_works(device: torch.device) -> str:
-    """Empty if torch.compile works here, else why it does not."""
+def why_not_compile(device: torch.device) -> str:
+    """Why torch.compile does not work here; empty if it does."""
     if device.type == "mps":
         return "torch.compile is not reliable on MPS"
     try:
@@ -237,14 +237,14 @@ def newest_flash_attention(device: torch.device) -> str:
 # -- memory
 
 
-def free_memory(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int | None:
     """Bytes that a GPU has left, or that this machine or container can give without swapping.
 
-    4 GB where nobody says.
+    None where the system does not say.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = 4 * 2**30
+    free = None
     with suppress(OSError, ValueError):
         meminfo = Path("/proc/meminfo").read_text()
         free = 1024 * number_after("MemAvailable:", meminfo)
@@ -253,7 +253,8 @@ def free_memory(device: torch.device) -> int:
         limit = int((cgroup / "memory.max").read_text())
         used = int((cgroup / "memory.current").read_text())
         files = number_after("inactive_file", (cgroup / "memory.stat").read_text())
-        free = min(free, limit - used + files)  # the files that it has read can go
+        left = limit - used + files  # the files that it has read can go
+        free = left if free is None else min(free, left)
     return free
 
 

@@ -31,7 +31,7 @@ class KVCache:
         self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(c.n_layer)]
         self.columns = torch.arange(S, device=like.device)
 
-    def begin(self, lengths, width: int) -> list[tuple]:
+    def start_prefill(self, lengths, width: int) -> list[tuple]:
         """Takes prompts of these lengths (B,) in the first `width` columns.
 
         -> for each layer, where its keys and values go.
@@ -42,7 +42,7 @@ class KVCache:
         self.mask = is_prompt[:, None, None, :]  # (B, 1, 1, S): what is seen
         return [(k, v, self.columns[:width]) for k, v in self.layers]
 
-    def advance(self) -> list[tuple]:
+    def add_column(self) -> list[tuple]:
         """Takes one more column -> for each layer, where its keys and values go.
 
         `pos` and `mask` are then those of the new tokens.
@@ -97,9 +97,10 @@ def generate(
     new = list(stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **sampling))
     fill = model.config.vocab_size - 1 if stop is None else stop
     out = F.pad(idx, (0, len(new)), value=fill)
+    drawn = torch.stack(new, 1) if new else idx[:, :0]  # (B, n)
     for b, n in enumerate(lengths):
         out[b, n:] = fill
-        out[b, n : n + len(new)] = torch.tensor([token[b] for token in new])
+        out[b, n : n + len(new)] = drawn[b]
     return out
 
 
@@ -140,7 +141,7 @@ def stream(
                     del context[:-kept]
             logits = prefill(model, contexts, cache)
         else:
-            places = cache.advance()
+            places = cache.add_column()
             logits = step(model, model.embed(token[:, None], cache.pos), cache.mask, places)
         check_logits(logits)
         token = choose(logits.float(), **choice)
@@ -171,7 +172,7 @@ def prefill(model, contexts: list[list[int]], cache: KVCache):
     idx = pad(contexts, device)  # (B, T)
     T = idx.size(1)
     pos = torch.arange(T, device=device)
-    x = model.blocks(model.embed(idx, pos), caches=cache.begin(lengths, T))
+    x = model.blocks(model.embed(idx, pos), caches=cache.start_prefill(lengths, T))
     last = x[torch.arange(len(x), device=device), lengths - 1]
     return model.logits(last)
 

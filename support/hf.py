@@ -103,6 +103,7 @@ def read_shape(directory: Path) -> dict:
         scale_attn_weights=True,
         scale_attn_by_inverse_layer_idx=False,
         add_cross_attention=False,
+        tie_word_embeddings=True,
     )
     changed = [key for key, value in openai.items() if theirs.get(key) not in (None, value)]
     if changed:

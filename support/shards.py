@@ -55,11 +55,11 @@ class Shard:
         if not path.is_file():
             raise UserError(f"{path} is no regular file: a shard of tokens was expected")
         self.offset, self.num_tokens = self.find_tokens()
-        found = (path.stat().st_size - self.offset) / 2
-        if found != self.num_tokens:
+        found, odd_byte = divmod(path.stat().st_size - self.offset, 2)
+        if found != self.num_tokens or odd_byte:
             raise UserError(
-                f"{path} should hold {self.num_tokens} tokens of two bytes by its header, "
-                f"{found:g} are there: it is damaged or truncated, make it again"
+                f"{path} should hold {self.num_tokens:,} tokens of two bytes by its header, "
+                f"{found:,} are there: it is damaged or truncated, make it again"
             )
 
     def find_tokens(self) -> tuple[int, int]:

@@ -139,7 +139,7 @@ def test_a_rung_without_fused_attention_never_calls_its_kernel():
 def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_it_builds_on(monkeypatch):
     m = machine()
     seen = []
-    m.why_not_compile = ""
+    m.why_eager = ""
     monkeypatch.setattr(bench, "measure", lambda sides, *_: seen.extend(sides) or iter(()))
     list(bench.climb_ladder(m))
     for rung in seen[1:]:

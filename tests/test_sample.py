@@ -326,7 +326,7 @@ def test_a_million_spaces_before_a_word_are_a_prompt(tiny):
 
 
 def test_a_compiler_that_does_not_work_is_a_sentence(monkeypatch, capsys, directory):
-    monkeypatch.setattr(sample, "compiler_works", lambda device: "no compiler here")
+    monkeypatch.setattr(sample, "why_not_compile", lambda device: "no compiler here")
     with pytest.raises(UserError, match="--compile: no compiler here; leave that flag out"):
         run(monkeypatch, capsys, "--model", directory, "--compile")
 

@@ -325,7 +325,7 @@ def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_pat
 def test_a_single_batch_is_learned_by_heart(shards, tmp_path):
     flags = "--overfit-single-batch --max-steps 300 --n-embd 64 --learning-rate 0.003"
     train(shards, tmp_path / "log", flags)
-    # no model gets below 0.0866: the first tokens of a sequence do not tell which one it is
+    # it cannot reach zero: the first tokens of a sequence do not tell which one it is
     assert losses(tmp_path / "log")[-1] < 0.1
 
 
@@ -395,7 +395,7 @@ def test_checkpoints_that_cannot_be_read_are_not_thrown_away(shards, tmp_path):
     (log_dir / "ckpt_000006" / "training_state.pt").write_bytes(b"")
     before = (log_dir / "log.txt").read_text()
     done = train(shards, log_dir, "--resume auto", expect=1)
-    assert "no checkpoint in" in done.stderr
+    assert "no other is whole" in done.stderr
     assert "--overwrite" in done.stderr
     assert "Traceback" not in done.stderr
     assert (log_dir / "ckpt_000006").exists()
