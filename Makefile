@@ -37,7 +37,12 @@ test: .venv/requirements-dev
 	@.venv/bin/mypy *.py support
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
-torture: .venv/requirements-dev
+.venv/requirements-torture: requirements-torture.txt .venv/requirements-dev
+	@echo "setup: adding lm-evaluation-harness of requirements-torture.txt"
+	@$(PIP) -r requirements-torture.txt
+	@touch $@
+
+torture: .venv/requirements-torture
 	@$(PY) -m pytest -m torture --timeout 7200
 
 bench: setup

@@ -18,7 +18,8 @@ PresetName = Literal[
 class TrainConfig:
     """Train a GPT-2. Without a flag: the reproduction of the 124M model."""
 
-    # The comment behind a field is its --help: keep both on one line.
+    # common.headings reads these lines: "# -- word: about" opens a box of --help, and the comment
+    # behind a field is its help.
     # -- start: What the run begins with, and where things are.
     preset: PresetName = "gpt2"  # a complete set of the values below, which any flag overrides
     data_dir: str = "edu_fineweb10B"  # directory of token shards, as fineweb.py makes them
@@ -197,8 +198,11 @@ def out_of_range(c: TrainConfig) -> list[str]:
 def wrong_places(c: TrainConfig) -> list[str]:
     """Directories and packages that are not there, or in the way."""
     problems = []
-    holds_a_run = (Path(c.log_dir) / "metrics.jsonl").exists()
-    if c.resume == "none" and not c.overwrite and holds_a_run:
+    log_dir = Path(c.log_dir)
+    goes_on = c.resume == "auto"
+    if c.resume not in ("none", "auto"):  # a checkpoint of this very directory, or from elsewhere
+        goes_on = Path(c.resume).resolve().parent == log_dir.resolve()
+    if (log_dir / "metrics.jsonl").exists() and not goes_on and not c.overwrite:
         problems.append(
             f"log_dir {c.log_dir!r} holds a run: "
             "add --resume auto to go on with it, --overwrite, or another --log-dir"

@@ -50,7 +50,7 @@ from support.sources import (
     read_batches,
     read_patiently,
 )
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
 from support.workers import end_process, map_ahead, start_pool
 
 MOST_WORKERS = 1000
@@ -87,28 +87,9 @@ class Config:
     verify: bool = False  # only check that all shards of data_dir are what the manifest says
 
 
-# -- tokens
+# -- what the workers do
 
 START = np.array([EOT], np.uint32)  # of a document
-SPACE = r"[^\S\x1c-\x1f]"  # a space for tiktoken; for Python's \s, four control characters too
-LAST_SPACE = re.compile(rf"(?={SPACE}[\S\x1c-\x1f])(?<={SPACE}{{100000}})")  # of very many
-
-
-def encode(text: str) -> list[np.ndarray]:
-    """GPT-2's tokens of a text, in parts. A literal <|endoftext|> in it stays text.
-
-    tiktoken panics where a million spaces precede a word. GPT-2's pattern takes all but the last
-    of them for one word of its own, so cutting the text before the last does not change a token.
-    """
-    parts = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
-    tokenizer = get_tokenizer()
-    try:
-        return [tokenizer.encode_to_numpy(part, disallowed_special=()) for part in parts]
-    except UnicodeEncodeError:  # a lone surrogate: U+FFFD instead, as in tiktoken's own `encode`
-        return encode(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
-# -- what the workers do
 
 
 def tokenize(texts: list[Text]) -> Batch:
@@ -121,7 +102,7 @@ def tokenize(texts: list[Text]) -> Batch:
         matches = benchmark_of_worker.find(text) if benchmark_of_worker else []
         spans, cuts = cut_out(text, matches)
         for start, end in spans:
-            parts = encode(text[start:end])
+            parts = encode_to_arrays(text[start:end])
             if starts or start > 0:  # what is left behind a cut is a document of its own
                 parts.insert(0, START)
             lengths[i] += sum(map(len, parts))
@@ -500,7 +481,6 @@ def run_and_exit() -> None:
     Left to itself, Python would wait for a hub that stalls, and a stream broken off can make it
     hang (apache/arrow#45214).
     """
-    keep_stream_numbers()
     signal.signal(signal.SIGINT, end_at_ctrl_c)
     code: int | str = 0
     try:
@@ -516,18 +496,6 @@ def run_and_exit() -> None:
             with suppress(OSError):  # nobody reads it any more, but the work is done
                 stream.flush()
     end_process(code)
-
-
-def keep_stream_numbers() -> None:
-    """Opens /dev/null for each standard stream that is closed (`2>&-`).
-
-    Otherwise a shard might get its number, and what is written to stderr would end in that shard.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the smallest number that is free
 
 
 if __name__ == "__main__":

@@ -220,8 +220,7 @@ def load_examples(split: str, path: str | Path, limit: int, world: World) -> lis
                         break
             except UserError as error:
                 problem = str(error)
-        if world.any(bool(problem)):
-            raise UserError(problem or "another process could not read HellaSwag and says why")
+        world.raise_together(problem)
     return examples
 
 

@@ -51,15 +51,21 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
+        """(B, T, C) -> (B, T, C). Without a mask each token sees itself and those before it.
+
+        mask (B, 1, T, T): what each token sees (HellaSwag). cache alone: prefill, the k and v of
+        these T tokens are stored. cache and mask (B, 1, 1, S): decode, T = 1, a new token sees
+        what the mask shows of the stored ones.
+        """
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
-        if cache is not None:  # generation: keep k and v of these T tokens in their columns
+        if cache is not None:
             all_k, all_v, columns = cache  # (B, nh, S, hs) twice, (T,)
             all_k.index_copy_(2, columns, k.to(all_k.dtype))
             all_v.index_copy_(2, columns, v.to(all_v.dtype))
-            if mask is not None:  # a new token looks at what the mask shows of the cache;
-                k, v = all_k, all_v  # without a mask a prompt looks at itself, causally
+            if mask is not None:  # decode
+                k, v = all_k, all_v
         # softmax(q kᵀ / √hs + mask) v; without a mask each token sees itself and those before it
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
@@ -100,9 +106,11 @@ class Block(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of logits x Wᵀ that never exist all at once.
 
-    The logits of a micro-batch would be its largest tensor. Here some rows exist at a time, and
-    their gradients are made right away. The idea is Cut Your Losses' and Liger Kernel's (both
-    2024); torch.compile fuses what is between the matmuls.
+    They would be the largest tensor of a micro-batch. A row with softmax p and one-hot target t has
+    loss = logsumexp(x Wᵀ) - (x Wᵀ)·t, dlogits = p - t, dx = dlogits W, and adds dlogitsᵀ x to dW.
+    Only some rows exist at a time, so `forward` makes the gradients of the sum too, and `backward`
+    scales them to those of the mean. The idea is Cut Your Losses' and Liger Kernel's (both 2024);
+    torch.compile fuses what is between the matmuls.
     """
 
     @staticmethod
@@ -127,7 +135,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             lse = logits.logsumexp(-1, keepdim=True)
             loss_sum += torch.where(counted, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
             if with_grad:
-                # d loss_sum / d logits = softmax - one-hot. The mean's would underflow in float16.
+                # p - t, in the memory of the logits; of the mean it would underflow in float16
                 dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
                 dx.append(dlogits @ w * counted)
                 dw += dlogits.t() @ (x_chunk * counted)
@@ -177,6 +185,7 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """GPT-2's initialization: normal(0, 0.02), residual projections smaller.
 
+        (OpenAI's own code has 0.01 for the positions; this is nanoGPT's and build-nanogpt's.)
         Those that write into the residual stream are divided by √(2·n_layer), so that its
         variance does not grow with depth.
         """
@@ -537,7 +546,7 @@ class DataLoaderLite:
         n = self.sequences_in(shard)
         if not self.shuffle:
             return self.T * np.arange(n)
-        bits = random_bits(n + 1, self.seed, epoch, index)
+        bits = random_bits(n + 1, self.seed, epoch, index + 1)
         offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
         return offset + self.T * np.argsort(bits[1:], kind="stable")
 

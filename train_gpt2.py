@@ -245,22 +245,23 @@ class Run:
     def build_raw(self, found: checkpoint.Found | None) -> GPT:
         """The model on the CPU: as the checkpoint says, else from other weights, else new.
 
-        A field of GPTConfig that TrainConfig has too is set by its flag. Other weights have sizes
-        of their own: of them only the harmless fields are.
+        A flag sets the GPTConfig field of its name. Loaded weights keep their architecture: of it
+        flags set only what is harmless (memory and speed) and, with --init-from, the context.
         """
         config = self.config
-        asked = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
-        asked["block_size"] = config.sequence_length
-        harmless = [f.name for f in dataclasses.fields(GPTConfig) if f.metadata.get("harmless")]
-        memory = {name: asked[name] for name in harmless if name in asked}
+        flags = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
+        flags["block_size"] = config.sequence_length
+        harmless = {f.name for f in dataclasses.fields(GPTConfig) if f.metadata.get("harmless")}
+        harmless_flags = {name: flags[name] for name in flags.keys() & harmless}
         torch.manual_seed(config.seed)
         if found:
             refuse_too_large(found.state["model"])
-            return GPT.from_pretrained(found.path, **{**found.state["model"], **memory})
+            return GPT.from_pretrained(found.path, **{**found.state["model"], **harmless_flags})
         if config.init_from == "scratch":
-            refuse_too_large(asked)
-            return GPT(GPTConfig(**asked))
-        raw = GPT.from_pretrained(config.init_from, block_size=config.sequence_length, **memory)
+            refuse_too_large(flags)
+            return GPT(GPTConfig(**flags))
+        T = config.sequence_length
+        raw = GPT.from_pretrained(config.init_from, block_size=T, **harmless_flags)
         check_vocabulary(config.init_from, raw.config.vocab_size)
         return raw
 
@@ -326,7 +327,7 @@ class Run:
         if self.world.is_main:
             self.clear_the_way(found)
         if found:
-            self.log.resume(self.step, self.evaluated, about)
+            self.log.resume(self.step, self.evaluated, about, ours=self.is_own(found))
         else:
             self.log.start(about)
         self.first_step = self.step  # of this process: 0, or the checkpoint's
@@ -337,11 +338,16 @@ class Run:
         """Renames damaged checkpoints, and those of a run that is given up; --overwrite removes."""
         for path in found.damaged if found else []:
             checkpoint.set_aside(path, "damaged")
+        own = found is not None and self.is_own(found)
         for path in checkpoint.checkpoints(self.config.log_dir):
-            if self.config.overwrite and not found:
+            if self.config.overwrite and not own:
                 checkpoint.remove(path)
-            elif not found or checkpoint.step_of(path) > self.step:
+            elif not own or checkpoint.step_of(path) > self.step:
                 checkpoint.set_aside(path, "abandoned")
+
+    def is_own(self, found: checkpoint.Found) -> bool:
+        """Whether a checkpoint is of the run in log_dir, and not of one elsewhere."""
+        return found.path.resolve().parent == Path(self.config.log_dir).resolve()
 
     def wall(self) -> float:
         return time.perf_counter() - self.clock_start
@@ -353,7 +359,7 @@ class Run:
         """Whether to make this update; if not, `skipped` says why."""
         self.skipped = ""
         if not math.isfinite(norm):
-            self.skipped = "overflow in float16"  # in another dtype, stop_at_nan ends the run
+            self.skipped = "overflow in float16"  # in another dtype stop_at_nan ends the run
         elif self.config.skip_spikes:
             for name, value in {"loss": loss, "norm": norm}.items():
                 if is_spike(value, self.recent[name], self.config.skip_spikes):
@@ -379,11 +385,12 @@ def refuse_too_large(shape: dict) -> None:
     """Raises UserError for a model whose weights alone do not fit into this machine's memory."""
     L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
     need = 4 * (12 * L * C**2 + (T + GPTConfig.vocab_size) * C)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # each makes its own, on the CPU first
     free = free_memory(torch.device("cpu"))
-    if free is not None and need > free:
+    if free is not None and need * processes > free:
         raise UserError(
             f"a model of n_layer {L}, n_embd {C} and {T} positions needs {need:,} bytes for its "
-            f"weights, {free:,} are free here: use smaller ones"
+            f"weights in each process, {free:,} are free here: use smaller ones"
         )
 
 
@@ -394,13 +401,15 @@ def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
     try:
         return hellaswag.load_examples("val", config.hellaswag_path, config.hellaswag_limit, world)
     except UserError as error:
+        if config.hellaswag_path:
+            raise
         log.say(f"hellaswag: off, {error}")
         return []
 
 
 # -- checkpoints of a run
 
-# What may differ between a run and its continuation without a word.
+# Settings that a resumed run may change without being told as "other settings than before".
 SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size"}
 SILENT |= {"sharding", "keep_checkpoints", "checkpoint_minutes", "save_best"}
 
@@ -468,6 +477,7 @@ def restore(run: Run, found: checkpoint.Found) -> None:
         setattr(run, name, state[name])
     run.clock_start = time.perf_counter() - state["wall"]
     run.last_saved = found.path
+    del state["optimizer"]  # its file need not stay mapped
 
 
 def refuse_other_data(run: Run, found: checkpoint.Found) -> None:
@@ -743,9 +753,8 @@ def save_interrupted(run: Run) -> None:
 
 def stop_at_nan(run: Run, loss: float, norm: float) -> None:
     """Raises UserError with what to know and to do, unless float16 merely overflowed."""
-    overflow = math.isfinite(loss) and run.scaler.is_enabled()
-    if overflow or (math.isfinite(loss) and math.isfinite(norm)):
-        return
+    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled()):
+        return  # an overflow in float16 is refused by `accept`, and the scaler lowers its scale
     sequences = run.config.total_batch_size // run.config.sequence_length
     what = (
         f"the loss is {loss} and the gradient norm {norm}, "
@@ -792,9 +801,11 @@ def as_restarted(config: TrainConfig) -> TrainConfig:
     starts = [record for record in read_metrics(metrics) if record["type"] in ("run", "resume")]
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     has_begun = bool(starts) and starts[-1].get("launch") == launch
-    if has_begun and (config.resume == "none" or checkpoint.checkpoints(config.log_dir)):
+    if not has_begun:
+        return config
+    if config.resume == "none" or checkpoint.checkpoints(config.log_dir):
         return dataclasses.replace(config, resume="auto", overwrite=False)
-    return config
+    return dataclasses.replace(config, overwrite=True)  # the same start, in its own log_dir
 
 
 def main() -> None:

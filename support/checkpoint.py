@@ -211,20 +211,29 @@ def find(candidates: list[Path], world: World, say) -> Found | None:
     damaged: list[Path] = []
     problem = ""
     try:
-        for candidate in candidates if world.is_main else ():
-            problem = damage_of(candidate)
-            if not problem:
-                path = candidate
-                break
-            say(f"skipping {candidate}: {problem}")
-            damaged.append(candidate)
-        if problem:
-            problem += "; no other is whole: --overwrite starts anew, --init-from takes weights"
+        if world.is_main:
+            path, damaged = first_whole(candidates, say)
     except UserError as error:
         problem = str(error)
     world.raise_together(problem)
     path, damaged = world.share((path, damaged))
     return Found(path, load_state(path), damaged) if path else None
+
+
+def first_whole(candidates: list[Path], say) -> tuple[Path | None, list[Path]]:
+    """The first that is whole, and the damaged ones before it."""
+    damaged: list[Path] = []
+    problem = ""
+    for candidate in candidates:
+        problem = damage_of(candidate)
+        if not problem:
+            return candidate, damaged
+        say(f"skipping {candidate}: {problem}")
+        damaged.append(candidate)
+    if damaged:
+        hint = "--overwrite starts anew, --init-from takes weights"
+        raise UserError(f"{problem}; no other is whole: {hint}")
+    return None, []
 
 
 def damage_of(directory: Path) -> str:

@@ -153,6 +153,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
                     return 1e12 * half, source
                 return 1e12 * (with_tf32 if tf32 and with_tf32 else float32), source
     n = 2048 if device.type == "cpu" else 4096  # smaller ones are slower
+    if device.type == "cpu" and dtype == torch.float16:
+        n = 512  # a CPU emulates it: larger ones take minutes
     seconds = [time_matmul(device, dtype, n)]
     while len(seconds) < 8 and sum(seconds) < 0.6:  # a slow one need not be told eight times
         seconds.append(time_matmul(device, dtype, n))

@@ -147,9 +147,9 @@ class World:
 
     @contextmanager
     def whole(self, model):
-        """Within it each process calls the model as often as it likes.
+        """Evaluation: within it processes may call the model unequally often.
 
-        With fsdp all of the model is gathered before.
+        With fsdp all weights are gathered before, and stay.
         """
         parts = parts_of(model) if self.sharding == "fsdp" else []
         for part in parts:
@@ -177,7 +177,7 @@ class World:
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any process: the same answer on each.
 
-        It travels beside the GPU's own work, which need not be finished.
+        It is sent from the CPU, and does not wait for the GPU.
         """
         return self.sum(torch.tensor(int(flag))).item() > 0
 

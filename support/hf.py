@@ -130,6 +130,8 @@ def read_weights(directory: Path) -> dict[str, torch.Tensor]:
         if all(isinstance(w, torch.Tensor) for w in weights.values()):
             return weights
         raise UserError(f"{file} holds more than tensors: the weights of a GPT-2 were expected")
+    except UserError:
+        raise
     except FileNotFoundError:
         raise UserError(
             f"{directory} has neither model.safetensors nor pytorch_model.bin"

@@ -40,11 +40,11 @@ class Log:
             self.write([{"type": "run", **run}])
             self.tracker = open_tracker(self.tracker_name, self.dir, run, step=0)
 
-    def resume(self, step: int, evaluated: bool, run: dict) -> None:
+    def resume(self, step: int, evaluated: bool, run: dict, ours: bool = True) -> None:
         """Cuts both files back to a checkpoint's step and goes on from there.
 
         So no step appears twice. evaluated: whether the evaluations of that very step were done
-        before the checkpoint.
+        before the checkpoint. ours: whether what the files hold is of the same run.
         """
 
         def stays(record: dict) -> bool:
@@ -55,7 +55,7 @@ class Log:
             return evaluated or record["type"] == "resume"
 
         if self.is_main:
-            records = [record for record in self.read_back() if stays(record)]
+            records = [record for record in self.read_back() if ours and stays(record)]
             self.write([*records, {"type": "resume", "step": step, **run}])
             self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
 
@@ -124,18 +124,17 @@ def alone_in(log_dir: str | Path, world, patience: float):
             began = time.strftime("%Y-%m-%d %H:%M:%S")
             write_whole(owner, f"process {os.getpid()} of {socket.gethostname()}, {began}".encode())
         except Timeout:
+            holder = ""
             with suppress(OSError):
-                problem = f" ({owner.read_text()})"
+                holder = f" ({owner.read_text()})"
             problem = (
-                f"another run{problem} is writing to {log_dir}: "
+                f"another run{holder} is writing to {log_dir}: "
                 "wait for it or stop it, or choose another --log-dir"
             )
         except OSError as error:
             problem = f"{log_dir} cannot be written ({error.strerror}): choose another --log-dir"
         except NotImplementedError:
-            say(
-                f"{log_dir}: this file system has no locks, take care that no other run writes here"
-            )
+            say(f"{log_dir}: this file system has no locks: let no other run write here")
     world.raise_together(problem)
     try:
         yield

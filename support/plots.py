@@ -25,7 +25,11 @@ COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
 
 # OpenAI's GPT-2 on FineWeb's validation split, and GPT-2 and GPT-3 on HellaSwag: the figures of
 # build-nanogpt's play.ipynb
-GPT2_VAL_LOSS = {"124M": 3.2924}
+GPT2_VAL_LOSS = {
+    "FineWeb-Edu": {"124M": 3.2924},
+    # llm.c's dev/vislog.ipynb
+    "FineWeb": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273},
+}
 GPT2_HELLASWAG = {"124M": 0.294463, "350M": 0.375224, "774M": 0.431986, "1558M": 0.488946}
 GPT3_HELLASWAG = {"124M": 0.337, "350M": 0.436, "774M": 0.510, "1558M": 0.547}
 SIZE_BY_LAYERS = {12: "124M", 24: "350M", 36: "774M", 48: "1558M"}
@@ -176,13 +180,23 @@ def draw_loss(axis, runs: list[LoggedRun], by: str = "step") -> None:
     if not alone:
         style = dict(color="white", markeredgecolor=BLACK, markersize=4.5)
         axis.plot([], [], "o", label="validation", **style)
-    if any(is_fineweb(run) for run in runs):
-        label = "OpenAI's GPT-2 124M, validation"
-        axis.axhline(GPT2_VAL_LOSS["124M"], linestyle="--", label=label, **PUBLISHED)
+    for size, loss in sorted({found for run in runs if (found := published_loss(run))}):
+        label = f"OpenAI's GPT-2 {size}, validation"
+        axis.axhline(loss, linestyle="--", label=label, **PUBLISHED)
     if tops:
         limit_losses(axis, max(tops), validations)
     axis.set_ylabel("loss (nats per token)")
     tidy(axis, loc="upper right")
+
+
+def published_loss(run: LoggedRun) -> tuple[str, float] | None:
+    """The size and validation loss of OpenAI's model as large as this one, on the same text."""
+    if not is_fineweb(run):
+        return None
+    text = "FineWeb-Edu" if "edu" in str(run.config["data_dir"]) else "FineWeb"
+    size = SIZE_BY_LAYERS.get(run.config.get("n_layer", 12), "")
+    loss = GPT2_VAL_LOSS[text].get(size)
+    return (size, loss) if loss else None
 
 
 def draw_training_loss(axis, placed: PlacedRun, alone: bool) -> float:
@@ -203,7 +217,7 @@ def draw_validation_loss(axis, placed: PlacedRun, alone: bool):
     steps, losses = placed.run.streams["val"]
     if alone:
         label = f"validation, {losses[-1]:.3f} at step {steps[-1]:,}"
-        style = dict(color=ORANGE, markeredgecolor="white", label=label)
+        style = dict(color=RED, markeredgecolor="white", label=label)
     else:
         style = dict(color=placed.color, markeredgecolor=BLACK)
     size = 4.5 if len(losses) <= 25 else 3
@@ -235,7 +249,7 @@ def draw_hellaswag(axis, runs: list[LoggedRun], by: str = "step") -> None:
     for placed in place_on_x_axis(axis, scored, by):
         draw_accuracy(axis, placed)
     layers = {run.config.get("n_layer", 12) for run in runs if is_fineweb(run)}
-    sizes = {SIZE_BY_LAYERS.get(n_layer, "124M") for n_layer in layers}
+    sizes = {SIZE_BY_LAYERS[n_layer] for n_layer in layers if n_layer in SIZE_BY_LAYERS}
     for size in sorted(sizes):
         gpt3 = f"OpenAI's GPT-3 {size}"
         gpt2 = f"OpenAI's GPT-2 {size}"

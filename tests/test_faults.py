@@ -281,6 +281,27 @@ def test_a_file_that_cannot_be_read_now_is_no_damage_and_stops_the_run(run_dir, 
                     find(run_dir)
 
 
+def test_a_run_from_elsewhere_does_not_mix_with_the_one_that_a_log_dir_holds(
+    warm, corpus, finished, run_dir
+):
+    elsewhere = ("--resume", finished / "ckpt_000004", "--checkpoint-every", 6)
+    before = contents(run_dir)
+    done = train(warm, corpus, run_dir, *elsewhere)
+    assert_told(done, "holds a run", "--overwrite")
+    assert contents(run_dir) == before
+    done = train(warm, corpus, run_dir, *elsewhere, "--overwrite")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in checkpoint.checkpoints(run_dir)] == ["ckpt_000006"]
+    records = read_metrics(run_dir / "metrics.jsonl")
+    assert [r["step"] for r in records if r["type"] == "train"] == [4, 5]
+    assert weights_hash(run_dir / "ckpt_000006") == weights_hash(finished / "ckpt_000006")
+
+
+def test_a_hellaswag_file_that_was_asked_for_and_is_not_there_stops_the_run(warm, corpus, tmp_path):
+    flags = ("--hellaswag-every", 5, "--hellaswag-path", tmp_path / "nowhere.jsonl")
+    assert_told(train(warm, corpus, tmp_path / "log", *flags), "nowhere.jsonl")
+
+
 def test_when_all_checkpoints_are_damaged_nothing_is_touched(warm, corpus, run_dir):
     for path in checkpoint.checkpoints(run_dir):
         (path / "model.safetensors").write_bytes(b"")

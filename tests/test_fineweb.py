@@ -29,13 +29,13 @@ from tqdm import tqdm
 
 import fineweb
 import hellaswag
-from fineweb import Config, choose_val_tokens, encode, pack, stream_tokens, tokenize
-from support import common, filters, sources, web
+from fineweb import Config, choose_val_tokens, pack, stream_tokens, tokenize
+from support import common, filters, sources, tokenizer, web
 from support.common import UserError
 from support.filters import Benchmark, Seen, cut_out
 from support.manifest import SHAPE, read_manifest, verify_shards
 from support.sources import Text, find_files, read_batches
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
 
 ROOT = Path(__file__).parent.parent
 FINEWEB = str(ROOT / "fineweb.py")
@@ -150,11 +150,11 @@ WORDS = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in
 
 @pytest.mark.parametrize("text", NASTY, ids=range(len(NASTY)))
 def test_a_text_has_the_tokens_that_tiktoken_gives_it(text):
-    assert np.concatenate(encode(text)).tolist() == get_tokenizer().encode_ordinary(text)
+    assert np.concatenate(encode_to_arrays(text)).tolist() == get_tokenizer().encode_ordinary(text)
 
 
 def test_lone_surrogates_become_the_replacement_character_as_in_tiktoken():
-    tokens = np.concatenate(encode(SURROGATES)).tolist()
+    tokens = np.concatenate(encode_to_arrays(SURROGATES)).tolist()
     assert tokens == get_tokenizer().encode_ordinary(SURROGATES)
     text = get_tokenizer().decode(tokens)
     assert text == "lone \ufffd high, low \ufffd, a pair 😀, the wrong way \ufffd\ufffd"
@@ -163,7 +163,7 @@ def test_lone_surrogates_become_the_replacement_character_as_in_tiktoken():
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n"])
 def test_a_million_spaces_do_not_stop_tiktoken(space):
     text = f"before{space * 1_200_000}after{space * 150_000}"
-    assert get_tokenizer().decode(np.concatenate(encode(text)).tolist()) == text
+    assert get_tokenizer().decode(np.concatenate(encode_to_arrays(text)).tolist()) == text
 
 
 @pytest.mark.parametrize(
@@ -171,12 +171,16 @@ def test_a_million_spaces_do_not_stop_tiktoken(space):
     ["a" + " " * 9 + "b", " " * 8 + "b", "a" + " " * 9, " " * 9, "\n\n\n\n\n\n x \t\t\t\t\t\t\n!"],
 )
 def test_long_spaces_have_the_same_tokens_in_parts(text, monkeypatch):
-    of_five = fineweb.LAST_SPACE.pattern.replace("100000", "5")
-    monkeypatch.setattr(fineweb, "LAST_SPACE", re.compile(of_five))
+    of_five = tokenizer.LAST_SPACE.pattern.replace("100000", "5")
+    monkeypatch.setattr(tokenizer, "LAST_SPACE", re.compile(of_five))
     padded = text + "y" * 100_001  # long enough to be looked at
-    assert np.concatenate(encode(padded)).tolist() == get_tokenizer().encode_ordinary(padded)
+    assert np.concatenate(encode_to_arrays(padded)).tolist() == get_tokenizer().encode_ordinary(
+        padded
+    )
     padded = "y" * 100_001 + "\n" + text
-    assert np.concatenate(encode(padded)).tolist() == get_tokenizer().encode_ordinary(padded)
+    assert np.concatenate(encode_to_arrays(padded)).tolist() == get_tokenizer().encode_ordinary(
+        padded
+    )
 
 
 def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
@@ -192,7 +196,7 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
             assert "".join(piece.text for piece in pieces) == text
             assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
             assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
-            parts = [part for piece in pieces for part in encode(piece.text)]
+            parts = [part for piece in pieces for part in encode_to_arrays(piece.text)]
             assert np.concatenate(parts).tolist() == expected([text])[1:].tolist()
 
 

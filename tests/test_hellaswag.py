@@ -691,8 +691,8 @@ metric_list: [{{metric: acc}}]
 """
 
 
+@pytest.mark.torture  # its requirements are those of `make torture`
 def test_lm_evaluation_harness_gives_a_checkpoint_of_training_the_same_score(tmp_path, shards):
-    pytest.importorskip("lm_eval")
     examples = some_examples(100)
     log_dir = tmp_path / "log"
     flags = f"--data-dir {shards} --log-dir {log_dir} --checkpoint-every 6 --sequence-length 512"

@@ -86,7 +86,12 @@ def test_published_baselines_appear_for_fineweb_and_for_nothing_else(tmp_path):
         figure = plots.plot_along(draw, [shakespeare], "step")
         assert not any("OpenAI" in label for label in labels(figure))
     figure = plots.plot_along(plots.draw_loss, [fineweb], "step")
-    assert "OpenAI's GPT-2 124M, validation" in labels(figure)
+    assert not any("OpenAI" in label for label in labels(figure)), "of the 350M nobody has told"
+    for n_layer, data_dir, size in (12, "edu_fineweb10B", "124M"), (24, "fineweb10B", "350M"):
+        log_dir = tmp_path / f"{data_dir} {n_layer}"
+        run = read_run(write_run(log_dir, data_dir=data_dir, n_layer=n_layer))
+        figure = plots.plot_along(plots.draw_loss, [run], "step")
+        assert f"OpenAI's GPT-2 {size}, validation" in labels(figure)
     figure = plots.plot_along(plots.draw_hellaswag, [fineweb], "step")
     assert {"OpenAI's GPT-2 350M", "OpenAI's GPT-3 350M"} <= set(labels(figure))
 

@@ -166,7 +166,8 @@ def test_a_rank_that_dies_before_the_run_has_begun_does_not_bring_back_the_run_t
     log.start({"launch": "now"})
     assert as_restarted(typed) == dataclasses.replace(typed, resume="auto", overwrite=False)
     elsewhere = dataclasses.replace(typed, resume="elsewhere/ckpt_000010")
-    assert as_restarted(elsewhere) == elsewhere, "nothing of its own is saved yet"
+    again = dataclasses.replace(elsewhere, overwrite=True)
+    assert as_restarted(elsewhere) == again, "nothing of its own is saved yet"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert as_restarted(typed) == typed
 
