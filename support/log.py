@@ -144,10 +144,11 @@ def alone_in(log_dir: str | Path, world, patience: float):
 
 def line_of(record: dict) -> str:
     """What log.txt has of a record: nothing of samples and the like."""
-    if record["type"] not in STREAMS:
+    name, digits = STREAMS.get(record["type"], ("", 0))
+    value = record.get(name)
+    if not isinstance(value, (int, float)):
         return ""
-    name, digits = STREAMS[record["type"]]
-    return f"{record['step']} {record['type']} {record[name]:.{digits}f}"
+    return f"{record['step']} {record['type']} {value:.{digits}f}"
 
 
 def as_bytes(lines: list[str]) -> bytes:
@@ -305,10 +306,6 @@ def is_record(record) -> bool:
         return False
     if not isinstance(record.get("config", {}), dict):
         return False
-    if record["type"] in STREAMS:
-        name, _ = STREAMS[record["type"]]
-        if not isinstance(record.get(name), (int, float)):
-            return False
     return record["type"] == "run" or isinstance(record.get("step"), int)
 
 

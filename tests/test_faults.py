@@ -456,7 +456,7 @@ def test_the_hashes_of_the_manifest_tell_other_shards_of_the_same_size(warm, cor
 def test_a_log_with_bad_lines_is_put_aside_and_the_run_goes_on(tmp_path):
     draw = random.Random(0)
     bad = [b"123", b"{}", b"[]", b"null", b"{", b"\xff\xfe\x00", b'{"type": 3, "step": 1}']
-    bad += [b'{"type": "train", "step": "1", "loss": 2}', b'{"type": "val", "step": 1}', b"NaN"]
+    bad += [b'{"type": "train", "step": "1", "loss": 2}', b'{"type": "val", "step": []}', b"NaN"]
     bad += [b'{"type": "run", "config": 3}', b"x" * 100000, b"[" * 50000, b'{"type":"train"}']
     bad += [draw.randbytes(40).replace(b"\n", b"") for _ in range(26)]
     for i, line in enumerate(bad):
