@@ -208,7 +208,7 @@ def draw_training_loss(axis, placed: PlacedRun, alone: bool) -> float:
     x = placed.x(steps)
     axis.plot(x, losses, color=placed.color, alpha=0.2, linewidth=0.7)
     axis.plot(x, smoothed, color=placed.color, linewidth=1.4, label=label)
-    first = len(losses) // 25 if len(losses) > 250 else 0
+    first = len(losses) // (25 if len(losses) > 250 else 10)
     return max(smoothed[first:])
 
 

@@ -2,8 +2,10 @@
 
 import ast
 import dataclasses
+import doctest
 import errno
 import hashlib
+import importlib
 import os
 import sys
 from graphlib import TopologicalSorter
@@ -152,3 +154,10 @@ def test_what_starts_fast_does_not_import_torch(name):
     code = f"import {name}, sys; assert 'torch' not in sys.modules"
     done = run_program([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module", ["model", "train_gpt2"])
+def test_the_examples_in_docstrings_are_true(module):
+    found = doctest.testmod(importlib.import_module(module))
+    assert found.attempted > 0
+    assert found.failed == 0
