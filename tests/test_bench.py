@@ -17,7 +17,6 @@ from benchmarks import hot_paths, recipes, results, training_step, turns
 from benchmarks.turns import Side
 from model import GPT, GPTConfig
 from support.common import UserError
-from support.device import compiled
 from support.distributed import World
 from support.tokenizer import EOT, VOCAB_SIZE
 
@@ -105,7 +104,9 @@ def test_the_compiled_step_that_recomputes_has_the_loss_and_gradients_of_the_pla
         size = dict(n_layer=2, n_head=2, n_embd=16)
         model = training_step.make_model(size=size, T=16, own_loss=not plain)
         x = torch.randint(VOCAB_SIZE, (2, 17), generator=torch.Generator().manual_seed(0))
-        step = model if plain else compiled(model, recompute=True)
+        step = model
+        if not plain:
+            step = training_step.compile_step(model, recompute=True, in_blocks=True)
         step(x[:, :-1], x[:, 1:])[1].backward()  # compiles it
         model.zero_grad()
         with torch.profiler.profile() as profile:
