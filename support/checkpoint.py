@@ -6,7 +6,6 @@ Nothing that might be of use is deleted: a damaged checkpoint becomes damaged_ck
 resumed run leaves behind abandoned_ckpt_*.
 """
 
-import hashlib
 import json
 import re
 import shutil
@@ -22,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from support import hf
-from support.common import UserError, first_line, sync
+from support.common import UserError, first_line, hash_file, sync
 from support.distributed import World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
@@ -281,14 +280,6 @@ def load_state(directory: str | Path) -> dict:
             f"--init-from {directory}"
         )
     return state
-
-
-def hash_file(path: Path) -> str:
-    sha256 = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(2**22):
-            sha256.update(chunk)
-    return sha256.hexdigest()
 
 
 def load_optimizers(

@@ -160,6 +160,15 @@ def write_whole(path: Path, *chunks: bytes) -> str:
     return sha256.hexdigest()
 
 
+def hash_file(path: Path) -> str:
+    """The SHA-256 of a file, read a piece at a time: memory stays flat. Raises OSError."""
+    sha256 = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(2**22):
+            sha256.update(chunk)
+    return sha256.hexdigest()
+
+
 def sync(path: Path) -> None:
     """Waits until a file, or the entries of a directory, are on the disk."""
     if os.name == "nt" and path.is_dir():  # Windows cannot open a directory, and needs no such call

@@ -4,7 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
-from support.common import UserError, write_whole
+from support.common import UserError, hash_file, write_whole
 from support.filters import COUNTS
 
 NAME = "manifest.json"
@@ -118,11 +118,11 @@ def verify_shards(folder: Path) -> None:
     for shard in shards:
         path = folder / shard["name"]
         try:
-            data = path.read_bytes() if path.is_file() else b""
+            is_whole = path.is_file() and hash_file(path) == shard["sha256"]
         except OSError as error:
             told = f"{path} cannot be read ({error.strerror})"
             raise UserError(f"{told}; that mended, --verify can tell") from None
-        if hashlib.sha256(data).hexdigest() != shard["sha256"]:
+        if not is_whole:
             damaged.append(shard["name"])
     if damaged:
         told = f"{folder}: missing or damaged: {', '.join(damaged)}"
