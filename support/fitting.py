@@ -31,7 +31,8 @@ def fit_batch_size(raw, config, world: World, dtype: torch.dtype) -> int:
 
 def estimate_memory(raw, world: World, dtype: torch.dtype) -> tuple[float, int]:
     """Bytes that activations may take in this process, and bytes that a token needs."""
-    free = (free_memory(world.device) or 4 * 2**30) / 2  # 4 GB where the system does not say
+    known = free_memory(world.device)
+    free = (4 * 2**30 if known is None else known) / 2  # 4 GB where the system does not say
     if world.device.type == "cpu":
         free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     state = 12.0 * raw.num_params()  # gradients and two moments
