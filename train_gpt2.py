@@ -116,10 +116,17 @@ def train_step(
 
 
 def clip_gradients(model: torch.nn.Module, largest: float) -> torch.Tensor:
-    """Scales the gradient down to a norm of at most `largest` (0 = any) -> its norm before."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest or math.inf)
+    """Scales the gradient down to a norm of at most `largest` (0 = any) -> its norm before.
+
+    Each tensor's norm is that of its rows' norms: PyTorch's single float32 sum over the 124M's
+    embedding is 0.3% off on a CPU, and by another amount with fsdp.
+    """
+    params = [p for p in model.parameters() if p.grad is not None]
+    rows = [torch.linalg.vector_norm(p.grad, dim=-1) for p in params]
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(r) for r in rows]))
     if hasattr(norm, "full_tensor"):  # with fsdp each process holds a part
         norm = norm.full_tensor()
+    torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
 
@@ -212,7 +219,7 @@ class Run:
             torch.use_deterministic_algorithms(True)
         self.dtype, reason = choose_dtype(config, world, found)
         self.raw = self.build_raw(found)
-        world.place(self.raw, self.dtype)
+        world.place(self.raw)
 
         why_eager = why_not_compile(world.device) if config.compile else "as asked"
         kernels = f"eager: {why_eager}" if why_eager else "compiled"

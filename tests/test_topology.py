@@ -340,7 +340,7 @@ def state_bytes(sharding: str) -> None:
     """
     with World("cpu", sharding) as world:
         model = GPT(GPTConfig(block_size=16, n_layer=6, n_head=25, n_embd=1600))
-        world.place(model, torch.float32)
+        world.place(model)
         wrapped = world.wrap(model)
         optimizers = model.configure_optimizers(make=world.make_optimizer)
         x = torch.zeros(1, 16, dtype=torch.int64)
