@@ -2,6 +2,7 @@
 as a user runs them.
 """
 
+import atexit
 import hashlib
 import json
 import os
@@ -11,12 +12,14 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from warm import Done, Warm
 
 from model import GPT, GPTConfig
 from support.tokenizer import EOT
@@ -175,11 +178,24 @@ def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
     return [*TINY, "--data-dir", shards, "--log-dir", log_dir, *shlex.split(flags), *more]
 
 
+@cache
+def warm_server() -> Warm:
+    """One for all tests of this process, started when the first one needs it."""
+    server = Warm().__enter__()
+    atexit.register(server.__exit__)
+    return server
+
+
 def train(
-    shards: Path, log_dir: Path, flags: str = "", *more, **how
-) -> subprocess.CompletedProcess:
-    """Runs train_gpt2.py; `how` is run_script's: ranks, expect, variables of the environment."""
-    return run_script("train_gpt2.py", *tiny_run(shards, log_dir, flags, *more), **how)
+    shards: Path, log_dir: Path, flags: str = "", *more, expect: int = 0, **how
+) -> subprocess.CompletedProcess | Done:
+    """Runs train_gpt2.py; `how` is run_script's: ranks, variables of the environment."""
+    args = tiny_run(shards, log_dir, flags, *more)
+    if how:
+        return run_script("train_gpt2.py", *args, expect=expect, **how)
+    done = warm_server().run("train_gpt2.py", *args)
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
 
 
 def read_records(log_dir: Path, kind: str | None = None) -> list[dict]:

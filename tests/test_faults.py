@@ -22,7 +22,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, command, documents, environment, losses, weights_hash, write_shard
+from conftest import (
+    TINY,
+    command,
+    documents,
+    environment,
+    losses,
+    warm_server,
+    weights_hash,
+    write_shard,
+)
 from warm import Done, Warm
 
 import config
@@ -38,9 +47,8 @@ EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
 
 
 @pytest.fixture(scope="module")
-def warm():
-    with Warm() as server:
-        yield server
+def warm() -> Warm:
+    return warm_server()
 
 
 @pytest.fixture(scope="module")
