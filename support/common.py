@@ -29,7 +29,9 @@ def run_script(main) -> None:
     """
     open_streams()
     code: str | int | None = 0
+    processes = 1
     try:
+        processes = count_processes()
         main()
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # below the flags, the examples
@@ -44,12 +46,32 @@ def run_script(main) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if code and processes > 1:
         if isinstance(code, str):
             print(code, file=sys.stderr)
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
+
+
+def count_processes() -> int:
+    """How many torchrun has started. Raises UserError if its variables are not as it sets them.
+
+    A RANK that is left over in a shell would make a run that writes nothing.
+    """
+    least = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    found = {}
+    for name, n in {**least, "TORCHELASTIC_RESTART_COUNT": 0}.items():
+        value = os.environ.get(name, str(n))
+        if not value.isdecimal() or int(value) < n:
+            raise UserError(
+                f"the variable {name} is {value!r}, no number from {n} on: unset {name}"
+            )
+        found[name] = int(value)
+    if found["RANK"] >= found["WORLD_SIZE"]:
+        told = f"the variable RANK is {found['RANK']}, but WORLD_SIZE {found['WORLD_SIZE']}"
+        raise UserError(f"{told}: start with torchrun, or unset RANK")
+    return found["WORLD_SIZE"]
 
 
 def open_streams() -> None:
