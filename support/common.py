@@ -60,18 +60,21 @@ def count_processes() -> int:
     A RANK that is left over in a shell would make a run that writes nothing.
     """
     least = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    least["TORCHELASTIC_RESTART_COUNT"] = 0
     found = {}
-    for name, n in {**least, "TORCHELASTIC_RESTART_COUNT": 0}.items():
+    for name, n in least.items():
         value = os.environ.get(name, str(n))
         if not value.isdecimal() or int(value) < n:
-            raise UserError(
-                f"the variable {name} is {value!r}, no number from {n} on: unset {name}"
-            )
+            told = f"the variable {name} is {value!r}, no number from {n} on"
+            raise UserError(f"{told}: start with torchrun, or unset {name}")
         found[name] = int(value)
-    if found["RANK"] >= found["WORLD_SIZE"]:
-        told = f"the variable RANK is {found['RANK']}, but WORLD_SIZE {found['WORLD_SIZE']}"
-        raise UserError(f"{told}: start with torchrun, or unset RANK")
-    return found["WORLD_SIZE"]
+    size = found["WORLD_SIZE"]
+    missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys() if size > 1 else set()
+    if missing or found["RANK"] >= size:
+        told = f"the variable WORLD_SIZE is {size}, RANK {found['RANK']}"
+        told += "".join(f", {name} is not set" for name in sorted(missing))
+        raise UserError(f"{told}: start with torchrun, or unset WORLD_SIZE and RANK")
+    return size
 
 
 def open_streams() -> None:
