@@ -5,8 +5,10 @@ import os
 
 import torch
 
+from support.common import UserError
 from support.device import autocast, free_memory, total_memory
 from support.distributed import World
+from support.tokenizer import VOCAB_SIZE
 
 
 def fit_batch_size(raw, config, world: World, dtype: torch.dtype) -> int:
@@ -74,3 +76,30 @@ def runs_out_of_memory(raw, B: int, T: int, world: World, dtype: torch.dtype) ->
     finally:
         raw.zero_grad(set_to_none=True)
         torch.cuda.empty_cache()
+
+
+def refuse_too_large(shape: dict) -> None:
+    """Raises UserError for a model whose weights alone do not fit into this machine's memory."""
+    L, C, T = shape["n_layer"], shape["n_embd"], shape["block_size"]
+    V = shape.get("vocab_size", VOCAB_SIZE)
+    need = 4 * (12 * L * C**2 + (T + V) * C)
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # each makes its own, on the CPU first
+    free = free_memory(torch.device("cpu"))
+    if free is not None and need * processes > free:
+        raise UserError(
+            f"a model of n_layer {L}, n_embd {C} and {T} positions needs {need:,} bytes for its "
+            f"weights in each process, {free:,} are free here: use smaller ones"
+        )
+
+
+def explain_out_of_memory(batch_size: int, config) -> str:
+    """What to do when a GPU has no room for the micro-batch that was asked for."""
+    if batch_size > 1:
+        less = f"--batch-size {batch_size // 2}"
+    elif not config.activation_checkpointing:
+        less = "--activation-checkpointing"
+    else:
+        less = "--sharding fsdp, on several GPUs"
+    return (
+        f"out of GPU memory with micro-batches of {batch_size}: add {less}; the run stays the same"
+    )

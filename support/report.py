@@ -1,6 +1,7 @@
 """What a run says about itself: the command that started it, what it found, how long it takes."""
 
 import dataclasses
+import math
 import os
 import platform
 import shlex
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from support.device import device_name
+from support.device import device_name, peak_memory
 from support.distributed import World
 
 
@@ -91,6 +92,42 @@ def print_setup(run) -> None:
         say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
 
 
+def report_step(run, loss: float, norm: float, lr: float, seconds: float) -> None:
+    """One line on the console and one record of the update that was just made."""
+    config = run.config
+    now = time.perf_counter()
+    rate = config.total_batch_size / seconds
+    mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
+    line = (
+        f"step {run.step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
+        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f} | mfu {mfu:.1%}"
+    )
+    if run.first_step_ended is None:
+        run.first_step_ended = now
+    else:
+        a_step = (now - run.first_step_ended) / (run.step - run.first_step)
+        line += f" | left {duration(a_step * (config.max_steps - run.step - 1))}"
+    why = {}
+    if run.skipped:
+        line += f" | no update: {run.skipped}"
+        why["skipped"] = run.skipped
+    run.log.say(line)
+    run.log.record(
+        run.step,
+        "train",
+        loss=loss,
+        **why,
+        lr=lr,
+        norm=norm if math.isfinite(norm) else None,
+        ms=1000 * seconds,
+        tokens_per_sec=rate,
+        mfu=mfu,
+        tokens=(run.step + 1) * config.total_batch_size,
+        wall=run.wall(),
+        memory=peak_memory(run.world.device),
+    )
+
+
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     """Its name, how many tensors and parameters it decays and does not, and whether it is fused."""
     parts = []
@@ -108,13 +145,3 @@ def duration(seconds: float) -> timedelta:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def explain_nan(run, what: str) -> str:
-    """What happened at which step, and the two ways to go on."""
-    find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
-    return (
-        f"step {run.step}: {what}; last good checkpoint: {run.last_saved or 'none yet'}. "
-        f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile --resume auto. "
-        "To go on: a lower --learning-rate, or --dtype float32."
-    )

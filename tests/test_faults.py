@@ -44,6 +44,7 @@ from support import checkpoint, common, filters
 from support.common import UserError
 from support.distributed import World
 from support.log import Log, read_log, read_metrics
+from support.optimizer_state import load_optimizers
 
 
 def assert_told(done: Done, *words: str) -> None:
@@ -395,7 +396,7 @@ def test_optimizer_states_of_another_model_are_refused(run_dir):
             del states[name]
         other = {**state, "optimizer": {**state["optimizer"], "state": states}}
         with pytest.raises(UserError, match=f"another model: {name}"):
-            checkpoint.load_optimizers(model, model.configure_optimizers(), other, World("cpu"))
+            load_optimizers(model, model.configure_optimizers(), other, World("cpu"))
 
 
 def test_other_shards_than_the_run_began_with_are_refused(warm, corpus, run_dir, tmp_path):

@@ -36,10 +36,13 @@ from conftest import (
 from config import TrainConfig
 from model import GPT, GPTConfig
 from support import checkpoint
+from support.common import UserError
 from support.device import autocast
 from support.distributed import World
+from support.health import MOST_SKIPPED, accept_update, is_spike
 from support.log import Log
-from train_gpt2 import Run, as_restarted, is_spike, train_step
+from support.resume import as_restarted
+from train_gpt2 import train_step
 
 # an update of eight sequences, so that 4 ranks have 2 each; a later flag counts more
 EIGHT = "--total-batch-size 128 --max-steps 10 --keep-checkpoints 9"
@@ -240,19 +243,32 @@ def test_a_spike_and_an_overflow_are_refused_and_the_window_moves_on():
     run = SimpleNamespace(
         config=TrainConfig(skip_spikes=4.0),
         recent={"loss": [1.0, 1.1] * 64, "norm": [0.5, 0.6] * 64},
+        skipped_in_a_row=0,
     )
-    assert Run.accept(run, 1.0, 0.5)
+    assert accept_update(run, 1.0, 0.5)
     assert run.skipped == ""
-    assert not Run.accept(run, 9.0, 0.5)
+    assert not accept_update(run, 9.0, 0.5)
     assert run.skipped == "spike of the loss"
-    assert not Run.accept(run, 1.0, 7.0)
+    assert not accept_update(run, 1.0, 7.0)
     assert run.skipped == "spike of the norm"
     assert len(run.recent["loss"]) == 128
     assert run.recent["loss"][-3:] == [1.0, 9.0, 1.0]
     before = list(run.recent["norm"])
-    assert not Run.accept(run, 1.0, float("inf"))
+    assert not accept_update(run, 1.0, float("inf"))
     assert "float16" in run.skipped
     assert run.recent["norm"] == before
+
+
+def test_a_run_whose_every_update_overflows_ends_in_a_sentence():
+    run = SimpleNamespace(config=TrainConfig(), step=7, last_saved=None, skipped_in_a_row=0)
+    overflow = float("inf")
+    for _ in range(MOST_SKIPPED - 1):
+        assert not accept_update(run, 1.0, overflow)
+    assert accept_update(run, 1.0, 0.5), "an update that is made begins the count anew"
+    for _ in range(MOST_SKIPPED - 1):
+        assert not accept_update(run, 1.0, overflow)
+    with pytest.raises(UserError, match=r"step 7: 50 updates in a row .* overflow in float16"):
+        accept_update(run, 1.0, overflow)
 
 
 class SameBatch:
@@ -324,7 +340,7 @@ def state_bytes(sharding: str) -> None:
     """
     with World("cpu", sharding) as world:
         model = GPT(GPTConfig(block_size=16, n_layer=6, n_head=25, n_embd=1600))
-        world.place(model, torch.float32)
+        world.place(model)
         wrapped = world.wrap(model)
         optimizers = model.configure_optimizers(make=world.make_optimizer)
         x = torch.zeros(1, 16, dtype=torch.int64)

@@ -38,12 +38,8 @@ from support.device import free_memory
 from support.distributed import Interrupted, Stop, World
 from support.fitting import fit_batch_size, runs_out_of_memory
 from support.log import Log
-from train_gpt2 import (
-    command_to_resume,
-    learning_rate,
-    train_step,
-    validate,
-)
+from support.report import command_to_resume
+from train_gpt2 import learning_rate, train_step, validate
 
 # -- the recipe
 
