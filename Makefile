@@ -4,7 +4,7 @@ PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 QUICKSTART := log/quickstart
 
-.PHONY: setup quickstart test torture bench clean
+.PHONY: setup quickstart test coverage torture bench clean
 
 setup:
 	@if [ .venv/requirements -nt requirements.txt ]; then echo "setup: .venv is there and up to date"; else $(MAKE) -s .venv/requirements; fi
@@ -36,6 +36,14 @@ test: .venv/requirements-dev
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy *.py support
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
+
+# Which branches of the scripts the tests take, in all processes. TESTS=tests/test_sample.py: of some.
+TESTS ?= tests
+coverage: .venv/requirements-dev
+	@$(PY) -m coverage erase
+	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -n 2 $(TESTS)
+	@$(PY) -m coverage combine -q
+	@$(PY) -m coverage report
 
 .venv/requirements-torture: requirements-torture.txt .venv/requirements-dev
 	@echo "setup: adding lm-evaluation-harness of requirements-torture.txt"

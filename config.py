@@ -155,13 +155,15 @@ def parse_command_line(args: list[str]) -> TrainConfig:
     return read_flags(TrainConfig, PRESETS.get(preset, PRESETS["gpt2"]), args)
 
 
-AT_LEAST_1 = """n_layer n_head n_embd pad_vocab_to sequence_length total_batch_size max_steps
-    num_samples sample_tokens keep_checkpoints val_tokens"""
+AT_LEAST_1 = """n_layer n_head n_embd sequence_length total_batch_size max_steps sample_tokens
+    keep_checkpoints val_tokens"""
 AT_LEAST_0 = """batch_size warmup_steps min_lr_frac weight_decay grad_clip skip_spikes
     val_every hellaswag_every hellaswag_limit sample_every checkpoint_every checkpoint_minutes"""
 RANGES = [  # fields, what fits, in words
     (AT_LEAST_1, lambda x: x >= 1, "at least 1"),
     (AT_LEAST_0, lambda x: x >= 0, "0 or more"),
+    ("num_samples", lambda x: 1 <= x <= 1000, "from 1 to 1000: they are made in one batch"),
+    ("pad_vocab_to", lambda x: 1 <= x <= 2**16, "from 1 to 2**16"),
     ("learning_rate eps", lambda x: x > 0, "above 0"),
     ("beta1 beta2", lambda x: 0 <= x < 1, "at least 0 and below 1"),
     ("decay_frac", lambda x: 0 < x <= 1, "above 0, at most 1"),

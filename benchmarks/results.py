@@ -84,6 +84,8 @@ def describe_result(result: dict) -> str:
 def read_result(path: str | Path) -> dict:
     """The JSON file that an earlier bench.py wrote; UserError for anything else."""
     try:
+        if not Path(path).is_file():  # a device may have no end
+            raise OSError("no such file")
         result = json.loads(Path(path).read_text())
         _ = result["device"]["name"]
         _ = [found["rows"] for found in result["benchmarks"].values()]

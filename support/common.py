@@ -29,7 +29,9 @@ def run_script(main) -> None:
     """
     open_streams()
     code: str | int | None = 0
+    processes = 1
     try:
+        processes = count_processes()
         main()
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # below the flags, the examples
@@ -44,12 +46,35 @@ def run_script(main) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    if code and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if code and processes > 1:
         if isinstance(code, str):
             print(code, file=sys.stderr)
         sys.stderr.flush()
         os._exit(code if isinstance(code, int) else 1)
     sys.exit(code)
+
+
+def count_processes() -> int:
+    """How many torchrun has started. Raises UserError if its variables are not as it sets them.
+
+    A RANK that is left over in a shell would make a run that writes nothing.
+    """
+    least = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}
+    least["TORCHELASTIC_RESTART_COUNT"] = 0
+    found = {}
+    for name, n in least.items():
+        value = os.environ.get(name, str(n))
+        if not value.isdecimal() or int(value) < n:
+            told = f"the variable {name} is {value!r}, no number from {n} on"
+            raise UserError(f"{told}: start with torchrun, or unset {name}")
+        found[name] = int(value)
+    size = found["WORLD_SIZE"]
+    missing = {"RANK", "MASTER_ADDR", "MASTER_PORT"} - os.environ.keys() if size > 1 else set()
+    if missing or found["RANK"] >= size:
+        told = f"the variable WORLD_SIZE is {size}, RANK {found['RANK']}"
+        told += "".join(f", {name} is not set" for name in sorted(missing))
+        raise UserError(f"{told}: start with torchrun, or unset WORLD_SIZE and RANK")
+    return size
 
 
 def open_streams() -> None:

@@ -7,10 +7,12 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from contract import AREAS, OUTCOMES
 from hypothesis import HealthCheck, settings
 from warm import Done, Warm
 
@@ -170,20 +173,20 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         assert process.poll() is None, process.communicate()
 
 
-# -- training
-
-
-def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
-    """The arguments of a tiny training run: `flags` is one string, split as a shell does."""
-    return [*TINY, "--data-dir", shards, "--log-dir", log_dir, *shlex.split(flags), *more]
-
-
 @cache
 def warm_server() -> Warm:
     """One for all tests of this process, started when the first one needs it."""
     server = Warm().__enter__()
     atexit.register(server.__exit__)
     return server
+
+
+# -- training
+
+
+def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
+    """The arguments of a tiny training run: `flags` is one string, split as a shell does."""
+    return [*TINY, "--data-dir", shards, "--log-dir", log_dir, *shlex.split(flags), *more]
 
 
 def train(
@@ -213,3 +216,88 @@ def losses(log_dir: Path) -> list[float]:
 
 def weights_hash(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
+
+
+# -- faults: a warm server, a finished run to spoil, and the count of what cases ended in
+
+
+@pytest.fixture(scope="session")
+def warm() -> Warm:
+    return warm_server()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("shards")
+    write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
+    for i, n in enumerate((1000, 333, 777), start=1):
+        write_shard(directory / f"toy_train_{i:06d}.npy", documents(n, seed=i))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def finished(warm, corpus, tmp_path_factory) -> Path:
+    """The log_dir of a run of 6 updates with checkpoints at 2, 4 and 6, not to be changed."""
+    log_dir = tmp_path_factory.mktemp("finished") / "log"
+    done = warm_train(warm, corpus, log_dir, *EVERY_TWO)
+    assert done.returncode == 0, done.stderr
+    return log_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path) -> Path:
+    """A copy of a finished run."""
+    return shutil.copytree(finished, tmp_path / "log")
+
+
+EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
+
+
+def warm_train(warm: Warm, corpus: Path, log_dir: Path, *flags, **options) -> Done:
+    """Runs train_gpt2.py in a fork of the warm server; `options` are Warm.start's."""
+    where = ("--data-dir", corpus, "--log-dir", log_dir)
+    return warm.run("train_gpt2.py", *TINY, *where, *flags, **options)
+
+
+@pytest.fixture
+def outcome(request) -> Callable[[str, str, str], None]:
+    """outcome(area, case, what it ended in) counts a case that has ended as it should."""
+
+    def count(area: str, case: str, ended: str) -> None:
+        assert area in AREAS and ended in OUTCOMES.values()
+        request.node.user_properties.append(("fault", (area, case, ended)))
+
+    return count
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption(
+        "--fault-table",
+        action="store_true",
+        help="at the end, what the cases of each area of faults have ended in",
+    )
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    if config.getoption("--fault-table"):
+        reports = [r for rs in terminalreporter.stats.values() for r in rs]
+        found = [r.user_properties for r in reports if getattr(r, "when", "") == "call"]
+        cases = [value for properties in found for name, value in properties if name == "fault"]
+        terminalreporter.write_line(fault_table(cases))
+
+
+def fault_table(cases: list[tuple[str, str, str]]) -> str:
+    """How many of the (area, case, outcome) of each area had which outcome, as Markdown.
+
+    A test that fails is told by pytest: its case is not in the table.
+    """
+    counts = Counter((area, ended) for area, _, ended in cases)
+    columns = list(OUTCOMES.values())
+    lines = [["area", "cases", "promised", *columns]]
+    for area, least in AREAS.items():
+        row = [counts[area, ended] for ended in columns]
+        lines.append([area, sum(row), least, *row])
+    totals = [sum(column) for column in zip(*[line[1:] for line in lines[1:]], strict=True)]
+    lines.append(["all", *totals])
+    texts = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+    return "\n".join([texts[0], "|---" * len(lines[0]) + "|", *texts[1:]])

@@ -5,7 +5,6 @@ The cases are made from fixed seeds. Where a whole process matters, it is forked
 """
 
 import dataclasses
-import hashlib
 import io
 import json
 import os
@@ -15,78 +14,37 @@ import stat
 import subprocess
 import sys
 import time
-from contextlib import redirect_stderr, redirect_stdout
+import traceback
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from conftest import (
+    EVERY_TWO,
     TINY,
     command,
     documents,
     environment,
     losses,
-    warm_server,
     weights_hash,
     write_shard,
 )
-from warm import Done, Warm
+from conftest import warm_train as train
+from contract import RIGHT, TOLD, Done, contents, judge
+from test_fineweb import HerePool, make, prose, write_jsonl
 
 import config
-from config import TrainConfig
+import fineweb
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint
+from support import checkpoint, common, filters
 from support.common import UserError
 from support.distributed import World
 from support.log import Log, read_log, read_metrics
 from support.optimizer_state import load_optimizers
-
-EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
-
-
-@pytest.fixture(scope="module")
-def warm() -> Warm:
-    return warm_server()
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("shards")
-    write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
-    for i, n in enumerate((1000, 333, 777), start=1):
-        write_shard(directory / f"toy_train_{i:06d}.npy", documents(n, seed=i))
-    return directory
-
-
-@pytest.fixture(scope="module")
-def finished(warm, corpus, tmp_path_factory) -> Path:
-    """The log_dir of a run of 6 updates with checkpoints at 2, 4 and 6, not to be changed."""
-    log_dir = tmp_path_factory.mktemp("finished") / "log"
-    done = train(warm, corpus, log_dir, *EVERY_TWO)
-    assert done.returncode == 0, done.stderr
-    return log_dir
-
-
-@pytest.fixture
-def run_dir(finished, tmp_path) -> Path:
-    """A copy of a finished run."""
-    return shutil.copytree(finished, tmp_path / "log")
-
-
-def train(warm, corpus, log_dir, *flags, **options) -> Done:
-    where = ("--data-dir", corpus, "--log-dir", log_dir)
-    return warm.run("train_gpt2.py", *TINY, *where, *flags, **options)
-
-
-def contents(directory: Path) -> dict[str, str]:
-    """{path: hash} of all files, without those that only say who is at work."""
-    return {
-        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(directory.rglob("*"))
-        if path.is_file() and path.name not in (".lock", ".owner")
-    }
 
 
 def assert_told(done: Done, *words: str) -> None:
@@ -141,10 +99,11 @@ def test_training_goes_on_in_silence_when_nobody_reads_its_output(corpus, tmp_pa
 
 
 @pytest.mark.parametrize("closed", [(0,), (1,), (2,), (1, 2), (0, 1, 2)])
-def test_closed_streams_do_not_harm_a_run(warm, corpus, tmp_path, closed):
+def test_closed_streams_do_not_harm_a_run(warm, corpus, tmp_path, closed, outcome):
     flags = ("--checkpoint-every", 6, "--val-every", 3, "--val-tokens", 160)
     done = train(warm, corpus, tmp_path / "log", *flags, closed=closed)
-    assert done.returncode == 0 and "Traceback" not in done.stderr
+    outcome("streams and environment", f"training with {closed} closed", judge(done))
+    assert done.returncode == 0
     assert len(losses(tmp_path / "log")) == 6
     assert checkpoint.checkpoints(tmp_path / "log")
 
@@ -227,7 +186,9 @@ def same_json(a: bytes | None, b: bytes) -> bool:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(run_dir, name):
+def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(
+    run_dir, name, outcome
+):
     file = run_dir / "ckpt_000006" / name
     content = file.read_bytes()
     for how, spoilt in damages(content, random.Random(name)).items():
@@ -241,6 +202,7 @@ def test_a_damaged_file_of_a_checkpoint_is_named_and_the_one_before_is_taken(run
         assert len(said) == 1 and "ckpt_000006" in said[0], (name, how)
         assert name in said[0] or name == "checksums.json", (name, how)
         assert [path.name for path in found.damaged] == ["ckpt_000006"]
+        outcome("checkpoints", f"{name}: {how}", RIGHT)
     file.write_bytes(content)
     assert find(run_dir)[0].path.name == "ckpt_000006"
 
@@ -355,7 +317,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("words", CHANGES)
-def test_tensors_that_are_missing_too_many_or_of_another_size_are_refused(run_dir, words):
+def test_tensors_that_are_missing_too_many_or_of_another_size_are_refused(run_dir, words, outcome):
     last = run_dir / "ckpt_000006"
     changed_weights(last, CHANGES[words])
     if words == "missing":
@@ -363,6 +325,7 @@ def test_tensors_that_are_missing_too_many_or_of_another_size_are_refused(run_di
     with pytest.raises(UserError) as told:
         GPT.from_pretrained(last)
     assert words in str(told.value)
+    outcome("checkpoints", f"model.safetensors: {words}", TOLD)
 
 
 def test_a_config_with_fewer_layers_than_the_file_is_refused(run_dir):
@@ -402,20 +365,22 @@ def test_the_masks_and_the_head_that_the_hubs_own_files_carry_are_no_surplus(run
         b"[" * 100000,
     ],
 )
-def test_a_config_json_that_is_none_is_a_sentence_for_every_script(run_dir, content):
+def test_a_config_json_that_is_none_is_a_sentence_for_every_script(run_dir, content, outcome):
     (run_dir / "ckpt_000006" / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=r"config\.json|only GPT-2"):
         GPT.from_pretrained(run_dir / "ckpt_000006")
+    outcome("checkpoints", f"config.json: {content[:40]!r}", TOLD)
 
 
 @pytest.mark.parametrize("key", ["vocab_size", "n_positions", "n_layer", "n_head", "n_embd"])
-def test_a_number_of_config_json_that_cannot_be_is_a_sentence(run_dir, key):
+def test_a_number_of_config_json_that_cannot_be_is_a_sentence(run_dir, key, outcome):
     file = run_dir / "ckpt_000006" / "config.json"
     whole = json.loads(file.read_text())
     for value in (None, 0, -1, 1.5, "2", [], {}, True, 10**30, 7919):
         file.write_text(json.dumps({**whole, key: value}))
         with pytest.raises(UserError):
             GPT.from_pretrained(file.parent)
+        outcome("checkpoints", f"config.json: {key} {value}", TOLD)
 
 
 def test_optimizer_states_of_another_model_are_refused(run_dir):
@@ -462,7 +427,7 @@ def test_the_hashes_of_the_manifest_tell_other_shards_of_the_same_size(warm, cor
 # -- 8: logs
 
 
-def test_a_log_with_bad_lines_is_put_aside_and_the_run_goes_on(tmp_path):
+def test_a_log_with_bad_lines_is_put_aside_and_the_run_goes_on(tmp_path, outcome):
     draw = random.Random(0)
     bad = [b"123", b"{}", b"[]", b"null", b"{", b"\xff\xfe\x00", b'{"type": 3, "step": 1}']
     bad += [b'{"type": "train", "step": "1", "loss": 2}', b'{"type": "val", "step": []}', b"NaN"]
@@ -484,12 +449,15 @@ def test_a_log_with_bad_lines_is_put_aside_and_the_run_goes_on(tmp_path):
         assert "no records" in said.getvalue(), line
         assert (log_dir / "damaged_metrics.jsonl").read_bytes() == before
         assert len(read_metrics(log.metrics)) == 5 and read_log(log.text), line
+        outcome("logs", f"line {where} is {line[:40]!r}", RIGHT)
 
 
 # -- 9: a full disk
 
+DISK = "full disk and permissions"
 
-def test_a_full_disk_is_one_sentence_and_nothing_is_lost(warm, corpus, run_dir):
+
+def test_a_full_disk_is_one_sentence_and_nothing_is_lost(warm, corpus, run_dir, outcome):
     sizes = {path.name: path.stat().st_size for path in (run_dir / "ckpt_000006").iterdir()}
     limits = [2500, 50_000, sizes["tokenizer.json"] - 1, sizes["model.safetensors"] - 1]
     limits += [sizes["model.safetensors"] + 1, sizes["training_state.pt"] - 1]
@@ -497,7 +465,8 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(warm, corpus, run_dir):
     before = {step: contents(run_dir / f"ckpt_{step:06d}") for step in (2, 4, 6)}
     for limit in limits:
         done = train(warm, corpus, run_dir, *flags, "--resume", "auto", largest_file=limit)
-        assert_told(done)
+        outcome(DISK, f"files of at most {limit} bytes", judge(done, str(run_dir)))
+        assert done.returncode == 1
         assert {s: contents(run_dir / f"ckpt_{s:06d}") for s in (2, 4, 6)} == before
         assert not (run_dir / "ckpt_000007").exists()
     assert train(warm, corpus, run_dir, *flags, "--resume", "auto").returncode == 0
@@ -534,43 +503,66 @@ def test_the_files_of_a_checkpoint_are_readable_as_the_umask_says(tiny, tmp_path
         assert modes == {0o666 & ~mask}
 
 
-# -- kills at every write of a save
+# -- kills at every write of a save and of a shard
 
 
 def kill_at(event: int, action) -> bool:
     """Runs `action` in a forked process that dies at its event-th write, fsync, rename or removal.
 
-    Returns whether it came to its end before.
+    A write then has half of its bytes on the disk. Returns whether `action` came to its end.
     """
     child = os.fork()
     if child == 0:
-        count = 0
-
-        def counted(function):
-            def call(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == event:
-                    os._exit(9)
-                return function(*args, **kwargs)
-
-            return call
-
-        for name in ("fsync", "rename", "replace", "rmdir", "unlink", "mkdir", "write"):
-            setattr(os, name, counted(getattr(os, name)))
-        torch.save = counted(torch.save)
-        import safetensors.torch
-
-        safetensors.torch.save_file = counted(safetensors.torch.save_file)
-        action()
+        try:
+            die_at(event)
+            action()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
     _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status) == 0
+    code = os.waitstatus_to_exitcode(status)
+    assert code in (0, 9), "neither killed nor at its end"
+    return code == 0
+
+
+def die_at(event: int) -> None:
+    """Makes this process count what it does to a disk, and end at the event-th."""
+    count = 0
+
+    def counted(function, last=lambda *args: None):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == event:
+                last(*args)
+                os._exit(9)
+            return function(*args, **kwargs)
+
+        return call
+
+    class File(io.FileIO):
+        """Its writes are counted; they go to the disk at once."""
+
+        def write(self, data):
+            whole = super().write
+
+            def write_half(data):
+                whole(bytes(data)[: len(bytes(data)) // 2])
+
+            return counted(whole, write_half)(data)
+
+    for name in ("fsync", "rename", "replace", "rmdir", "unlink", "mkdir", "write"):
+        setattr(os, name, counted(getattr(os, name)))
+    for module in (common, filters):
+        module.open = lambda path, mode: File(path, mode.replace("b", ""))
+    torch.save = counted(torch.save)
+    safetensors.torch.save_file = counted(safetensors.torch.save_file)
 
 
 @pytest.mark.parametrize("step", [2, 1])
 def test_a_save_killed_at_any_of_its_writes_leaves_the_old_checkpoint_or_the_new(
-    tiny, tmp_path, step
+    tiny, tmp_path, step, outcome
 ):
     """step 2: a new checkpoint; step 1: one that replaces another of the same name."""
     torch.set_num_threads(1)
@@ -586,8 +578,32 @@ def test_a_save_killed_at_any_of_its_writes_leaves_the_old_checkpoint_or_the_new
         assert not list(log_dir.glob(".ckpt*"))
         if ended:
             assert found.state["step"] == step
+        outcome("kills", f"a save of step {step}, event {event}", RIGHT)
         shutil.rmtree(log_dir)
     assert event > 15, "it was killed at many places"
+
+
+def test_shards_killed_at_any_of_their_writes_are_those_of_a_run_left_alone(
+    tmp_path, monkeypatch, outcome
+):
+    """A shard for validation, two for training; the manifest before, between and after."""
+    monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+    source = write_jsonl(tmp_path / "a.jsonl", prose(40, words=30))
+    make(tmp_path / "whole", source, shard_size=700)
+    whole = contents(tmp_path / "whole")
+    event, ended = 0, False
+    while not ended:
+        event += 1
+        folder = tmp_path / str(event)
+        ended = kill_at(event, lambda folder=folder: make(folder, source, shard_size=700))
+        written = contents(folder) if folder.exists() else {}
+        for name in written.keys() & whole.keys() - {"manifest.json"}:
+            assert written[name] == whole[name], (event, name)
+        make(folder, source, shard_size=700)
+        assert contents(folder) == whole, event
+        outcome("kills", f"shards, event {event}", RIGHT)
+        shutil.rmtree(folder)
+    assert event > 30, "it was killed at many places"
 
 
 # -- 11: shards
@@ -605,7 +621,7 @@ def npz(array) -> bytes:
     return buffer.getvalue()
 
 
-def test_a_damaged_shard_is_a_sentence_or_gives_the_tokens_that_it_has(tmp_path):
+def test_a_damaged_shard_is_a_sentence_or_gives_the_tokens_that_it_has(tmp_path, outcome):
     whole = npy(documents(300, seed=0))
     llama = np.array([20240801, 1, 100] + [0] * 253, np.int32).tobytes() + bytes(400)
     draw = random.Random(0)
@@ -627,8 +643,10 @@ def test_a_damaged_shard_is_a_sentence_or_gives_the_tokens_that_it_has(tmp_path)
             for _ in range(20):
                 x, _ = loader.next_batch()
                 assert 0 <= x.min() and x.max() < 50257, name
+            outcome("shards and manifests", f"a shard: {name}", RIGHT)
         except UserError as error:
             refused += 1
+            outcome("shards and manifests", f"a shard: {name}", TOLD)
             assert "x_train_000001.npy" in str(error) or "tokens" in str(error), (name, error)
     assert refused > 200
 
@@ -666,38 +684,6 @@ def test_a_shard_that_vanishes_during_a_run_ends_it_in_one_sentence(warm, corpus
 # -- 12: values
 
 
-def values_for(hint: str) -> list[str]:
-    """What somebody might type for a field of this type."""
-    odd = ["", "-1", "0", "1", "nan", "inf", "-inf", "1e38", "1e400", "100000000000000000000"]
-    odd += ["-100000000000000000000", "0x10", "1.5", "true", "None", "auto", "ä", "\udcff", "a b"]
-    return [*odd, "../..", "/dev/null", "--seed", "'", "1" + "0" * 400, "9223372036854775808"]
-
-
-def test_every_flag_with_odd_values_is_parsed_or_told_in_a_sentence(tmp_path, monkeypatch):
-    """250 command lines of train_gpt2.py, up to the point where something is allocated."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "shards").mkdir()
-    draw = random.Random(0)
-    names = [f.name for f in dataclasses.fields(TrainConfig)]
-    told = 0
-    for _ in range(250):
-        args = ["--data-dir", "shards"]
-        for name in draw.sample(names, draw.choice([1, 1, 1, 2, 4])):
-            flag = f"--{name.replace('_', draw.choice('-_'))}"
-            args += draw.choice([[flag], [f"{flag}={draw.choice(values_for(name))}"]])
-        err = io.StringIO()
-        try:
-            with redirect_stderr(err), redirect_stdout(io.StringIO()):
-                parsed = config.parse_command_line(args)
-            problems = config.check(parsed, draw.choice([1, 2, 3, 8]))
-            assert all(isinstance(p, str) and len(p) < 1500 for p in problems), (args, problems)
-            told += bool(problems)
-        except SystemExit as end:
-            assert end.code == 2 and err.getvalue().strip(), args
-            told += 1
-    assert told > 100
-
-
 @pytest.mark.parametrize(
     "flags, words",
     [
@@ -715,9 +701,12 @@ def test_every_flag_with_odd_values_is_parsed_or_told_in_a_sentence(tmp_path, mo
         ),
     ],
 )
-def test_a_value_that_cannot_be_leaves_nothing_behind(warm, corpus, tmp_path, flags, words):
+def test_a_value_that_cannot_be_leaves_nothing_behind(
+    warm, corpus, tmp_path, flags, words, outcome
+):
     done = train(warm, corpus, tmp_path / "log", *flags)
     assert_told(done, words)
+    outcome("numbers", f"{flags}", judge(done, words))
     assert not (tmp_path / "log" / "metrics.jsonl").exists()
 
 
@@ -745,10 +734,11 @@ def test_a_prompt_that_is_not_text_is_trained_and_saved_with(warm, corpus, tmp_p
     ],
     ids=lambda env: "-".join(env),
 )
-def test_a_run_does_not_depend_on_its_surroundings(warm, corpus, tmp_path, env):
+def test_a_run_does_not_depend_on_its_surroundings(warm, corpus, tmp_path, env, outcome):
     flags = ("--val-every", 6, "--val-tokens", 160, "--checkpoint-every", 6)
     done = train(warm, corpus, tmp_path / "log", *flags, **env)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    outcome("streams and environment", f"training with {env}", judge(done))
+    assert done.returncode == 0, done.stderr
     assert len(losses(tmp_path / "log")) == 6
 
 

@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from contract import TOLD
 from tqdm import tqdm
 
 import fineweb
@@ -1109,7 +1110,7 @@ def damaged_manifests(whole: bytes) -> list[bytes]:
     return damages
 
 
-def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, tmp_path):
+def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, tmp_path, outcome):
     folder, source = unfinished
     path = folder / "manifest.json"
     whole = path.read_bytes()
@@ -1121,6 +1122,7 @@ def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, tmp_
         assert sentence(make, folder, source) == is_damaged, damage
         assert sentence(verify_shards, folder) == is_damaged
         assert path.read_bytes() == damage
+        outcome("shards and manifests", f"manifest.json: {ascii(damage)[-60:]}", TOLD)
     path.unlink()
     for make_other, remove in ((os.mkdir, os.rmdir), (os.mkfifo, os.unlink)):
         make_other(path)
@@ -1255,7 +1257,7 @@ def failing(monkeypatch, at: int) -> list[str]:
 
 
 def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_resumable(
-    tmp_path, here, monkeypatch
+    tmp_path, here, monkeypatch, outcome
 ):
     source = write_jsonl(tmp_path / "a.jsonl", prose(40, words=30))
     with monkeypatch.context() as patch:
@@ -1277,6 +1279,7 @@ def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_resumable(
             assert contents(folder)[name] == whole[name]
         make(folder, source, shard_size=700)
         assert contents(folder) == whole
+        outcome("full disk and permissions", f"fineweb.py at {operations[at]} {at}", TOLD)
 
 
 # -- sources that are empty, go or change
@@ -1483,11 +1486,12 @@ def download_from(server, folder: Path, seconds: float = 5) -> bytes:
 
 
 @pytest.mark.parametrize("length", [b"abc", b"-5", b"1e4", b"", b"9" * 5000])
-def test_a_content_length_that_is_none_does_no_harm(server, length, tmp_path):
+def test_a_content_length_that_is_none_does_no_harm(server, length, tmp_path, outcome):
     server.answer = OK + CLOSE + b"Content-Length: " + length + b"\r\n\r\n" + BODY
     assert download_from(server, tmp_path) == BODY  # its hash says that this is all
     told = sentence(text_from, server)
     assert "input.txt cannot be read (OSError: the server does not say how long it is)" in told
+    outcome("HTTP", f"a length of {length[:20]!r}", TOLD)
 
 
 WRONG_ANSWERS = {
@@ -1519,7 +1523,9 @@ WRONG_ANSWERS = {
 
 
 @pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
-def test_a_wrong_answer_is_one_sentence_within_seconds(server, tmp_path, answer, monkeypatch):
+def test_a_wrong_answer_is_one_sentence_within_seconds(
+    server, tmp_path, answer, monkeypatch, outcome
+):
     server.answer = answer
     fetch = hellaswag.fetch
     monkeypatch.setattr(hellaswag, "fetch", lambda url: fetch(url, 0.7))
@@ -1530,3 +1536,4 @@ def test_a_wrong_answer_is_one_sentence_within_seconds(server, tmp_path, answer,
     assert "/input.txt cannot be read (" in sentence(text_from, server)
     assert time.monotonic() - began < 5
     assert not list(tmp_path.iterdir())
+    outcome("HTTP", f"an answer of {ascii(answer)[:60]}", TOLD)

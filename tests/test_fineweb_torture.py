@@ -1,7 +1,10 @@
 """fineweb.py for longer than `make test` has time: many kills, large files, memory."""
 
+import contextlib
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -11,13 +14,17 @@ import pytest
 from test_fineweb import (
     NASTY,
     SURROGATES,
+    contents,
+    corpus_with_everything,
     expected,
     kill_and_restart,
     prose,
+    run,
     session,
     start,
     texts_in,
     tokens_in,
+    wait_for,
     write_parquet,
 )
 
@@ -29,6 +36,34 @@ pytestmark = [pytest.mark.torture, pytest.mark.timeout(3600)]
 @pytest.mark.parametrize("seed", [2, 3])
 def test_twenty_kills_leave_no_trace(tmp_path, seed):
     kill_and_restart(tmp_path, times=20, count=4000, decontaminate=seed == 2, seed=seed)
+
+
+@pytest.mark.parametrize("seed", [4, 5])
+def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
+    """Only a worker is killed: its parent says so, and the same command goes on."""
+    choose = random.Random(seed)
+    options = corpus_with_everything(tmp_path, 4000, decontaminate=False)
+    run(*options, "--data-dir", tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+    out = tmp_path / "killed"
+    told = 0
+    for i in range(10):
+        process = start(*options, "--data-dir", out, method="fork")
+        shards = i * len(whole) // 10
+        wait_for(
+            lambda p=process, n=shards: p.poll() is not None or len(list(out.glob("*.npy"))) > n
+        )
+        time.sleep(choose.random() * 0.02)
+        workers = [pid for pid in session(process.pid) if pid != process.pid]
+        for pid in choose.sample(workers, min(1, len(workers))):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0 or "a worker was killed" in errors, errors
+        told += process.returncode
+        wait_for(lambda pid=process.pid: not session(pid))
+    run(*options, "--data-dir", out)
+    assert told > 4 and contents(out) == whole
 
 
 def test_memory_stays_flat_at_the_default_shard_size(tmp_path):

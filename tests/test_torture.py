@@ -6,6 +6,7 @@ PYTHONPATH=. python tests/test_torture.py --minutes 60    as many kills as fit, 
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -27,32 +28,43 @@ KINDS = {  # name: flags, processes
     "adamw": (["--optimizer", "adamw"], 1),
     "muon": (["--optimizer", "muon"], 1),
     "adamw, compiled": (["--optimizer", "adamw", "--compile"], 1),
+    "muon, compiled": (["--optimizer", "muon", "--compile"], 1),
     "muon, 2 ranks": (["--optimizer", "muon", "--batch-size", "1"], 2),
     "adamw, 2 ranks, zero1": (["--batch-size", "1", "--sharding", "zero1"], 2),
     "adamw, 2 ranks, fsdp": (["--batch-size", "1", "--sharding", "fsdp"], 2),
+    "adamw, 2 ranks, compiled": (["--batch-size", "1", "--compile"], 2),
 }
 OFTEN = ["--max-steps", "200", "--checkpoint-every", "3", "--keep-checkpoints", "2"]
 OFTEN += ["--val-every", "10", "--val-tokens", "160", "--sample-every", "20", "--resume", "auto"]
+OFTEN += ["--hellaswag-every", "25"]
 
 
 def make_shards(directory: Path) -> Path:
     directory.mkdir()
     write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
     write_shard(directory / "toy_train_000001.npy", documents(3000, seed=1))
+    example = {"ctx": "A man", "endings": ["is here.", "goes.", "is.", "sits."], "label": 1}
+    (directory / "examples.jsonl").write_text(8 * (json.dumps(example) + "\n"))
     return directory
 
 
 class Victim:
-    """A run of one kind that can be started, killed at a moment, and started again."""
+    """A run of one kind that can be started, killed at a moment, and started again.
+
+    Of several ranks the kill takes all, or only one: torchrun then ends the other.
+    """
 
     def __init__(self, warm: Warm, kind: str, shards: Path, log_dir: Path):
         self.warm = warm
+        self.draw = random.Random(kind)
         self.flags, self.processes = KINDS[kind]
         self.log_dir = log_dir
-        self.args = [*TINY, "--data-dir", shards, "--log-dir", log_dir, *OFTEN, *self.flags]
+        where = ["--data-dir", shards, "--log-dir", log_dir]
+        scored = ["--hellaswag-path", shards / "examples.jsonl"]
+        self.args = [*TINY, *where, *OFTEN, *scored, *self.flags]
 
     def run(self, seconds: float | None = None) -> bool:
-        """Runs to the end, or kills everything after so many seconds -> whether it ended."""
+        """Runs to the end, or is killed after so many seconds -> whether it ended."""
         if self.processes == 1:
             pid = self.warm.start("train_gpt2.py", *self.args)
             if seconds is not None:
@@ -75,16 +87,32 @@ class Victim:
             assert process.returncode == 0, err
             return True
         except subprocess.TimeoutExpired:
-            for pid in descendants(process.pid):
-                os.kill(pid, signal.SIGKILL)
-            process.communicate()
+            self.kill_all_or_one(process)
             return False
+
+    def kill_all_or_one(self, process: subprocess.Popen) -> None:
+        """Kills torchrun and its ranks, or one rank, and waits until all are gone."""
+        doomed = descendants(process.pid)
+        ranks = children(process.pid)
+        if ranks and self.draw.random() < 0.5:
+            doomed = [self.draw.choice(ranks)]
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=600)
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started; torchrun's are its ranks."""
+    try:
+        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return []
 
 
 def descendants(pid: int) -> list[int]:
     """A process and all that it has started: torchrun's workers have sessions of their own."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(p for child in children for p in descendants(int(child)))]
+    return [pid, *(p for child in children(pid) for p in descendants(child))]
 
 
 def kill_again_and_again(warm: Warm, kind: str, place: Path, kills: int, seed: int) -> int:
