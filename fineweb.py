@@ -234,7 +234,7 @@ def choose_val_tokens(head: list[np.ndarray], shard_size: int, val_tokens: int) 
 
 def load_benchmark(path: str) -> Benchmark:
     """HellaSwag's validation set, each ending behind its context."""
-    from hellaswag import iterate_examples
+    from support.examples import iterate_examples
 
     examples = iterate_examples("val", path)
     return Benchmark(f"{x['ctx']} {ending}" for x in examples for ending in x["endings"])

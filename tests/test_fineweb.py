@@ -28,9 +28,9 @@ import pytest
 from tqdm import tqdm
 
 import fineweb
-import hellaswag
 from fineweb import Config, choose_val_tokens, pack, stream_tokens, tokenize
-from support import common, filters, manifest, sources, tokenizer, web
+from support import common, examples, filters, manifest, sources, tokenizer, web
+from support import download as transfer
 from support.common import UserError
 from support.filters import Benchmark, Seen, cut_out
 from support.manifest import SHAPE, read_manifest, verify_shards
@@ -1478,8 +1478,8 @@ def text_from(server) -> str:
 
 def download_from(server, folder: Path, seconds: float = 5) -> bytes:
     """HellaSwag's download, if BODY were its official content."""
-    ids = {"val": hellaswag.blob_id(BODY)}
-    return hellaswag.download("val", folder, server.url, ids, patience=0).read_bytes()
+    ids = {"val": transfer.blob_id(BODY)}
+    return examples.download("val", folder, server.url, ids, patience=0).read_bytes()
 
 
 @pytest.mark.parametrize("length", [b"abc", b"-5", b"1e4", b"", b"9" * 5000])
@@ -1521,8 +1521,8 @@ WRONG_ANSWERS = {
 @pytest.mark.parametrize("answer", WRONG_ANSWERS.values(), ids=WRONG_ANSWERS)
 def test_a_wrong_answer_is_one_sentence_within_seconds(server, tmp_path, answer, monkeypatch):
     server.answer = answer
-    fetch = hellaswag.fetch
-    monkeypatch.setattr(hellaswag, "fetch", lambda url: fetch(url, 0.7))
+    fetch = transfer.fetch
+    monkeypatch.setattr(transfer, "fetch", lambda url: fetch(url, 0.7))
     connect = web.connect
     monkeypatch.setattr(web, "connect", lambda url, _: connect(url, 0.7))
     began = time.monotonic()
