@@ -11,25 +11,21 @@ byte that of a run left alone. Memory stays flat: under 1 GB for this process.
 """
 
 import hashlib
-import io
 import itertools
-import os
 import re
 import shutil
-import signal
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from support.common import UserError, run_script, write_whole
+from support.common import UserError
 from support.filters import (
     COUNTS,
     Batch,
@@ -41,17 +37,12 @@ from support.filters import (
     name_counts,
 )
 from support.manifest import open_manifest, verify_shards, write_manifest
-from support.sources import (
-    File,
-    Place,
-    Text,
-    count_texts,
-    find_sources,
-    read_batches,
-    read_patiently,
-)
+from support.readers import File, Text, count_texts
+from support.shards import write_shard
+from support.sources import Place, find_sources, read_batches
 from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
-from support.workers import end_process, map_ahead, start_pool
+from support.web import read_patiently
+from support.workers import count_cores, map_ahead, run_and_exit, start_pool
 
 MOST_WORKERS = 1000
 NOT_SHAPING = ("data_dir", "workers", "hellaswag_path", "dry_run", "verify")  # same shards with any
@@ -125,18 +116,30 @@ def prepare_worker(benchmark: Benchmark | None) -> None:
 # -- the stream
 
 
+@dataclass(frozen=True)
+class Cursor:
+    """A place in the stream: a batch, and what was counted before it. Shards begin at one."""
+
+    file: int  # the number of the file in which the batch begins
+    text: int  # the number of its first text in this file
+    hashes: int  # documents that --deduplicate has seen before the batch
+    counts: dict[str, int]  # COUNTS of all texts before the batch
+    token: int = 0  # tokens of the batch that earlier shards hold
+
+
+Stream = Iterator[tuple[Cursor, np.ndarray]]  # batch after batch: where it begins, its tokens
+
+
 def stream_tokens(
     batches: Iterable[tuple[Place, Batch]], limit: int, seen: Seen | None, counts: np.ndarray, bar
-) -> Iterator[tuple[dict, np.ndarray]]:
+) -> Stream:
     """Yields the tokens of each batch, without copies, up to `limit` tokens in all.
 
-    Before the tokens comes the cursor: the place where the batch begins, and the counts up to
-    there. The texts of the batch are added to `counts`, its tokens to the progress bar.
+    The texts of a batch are added to `counts`, its tokens to the progress bar.
     """
-    for (file, number), batch in batches:
+    for (file, text), batch in batches:
         hashes = seen.count if seen else 0
-        cursor: dict = {"file": file, "text": number, "hashes": hashes}
-        cursor["counts"] = name_counts(counts)
+        cursor = Cursor(file, text, hashes, name_counts(counts))
         if seen:
             batch = drop_copies(batch, seen)
         tokens = batch.tokens[:limit]
@@ -153,18 +156,17 @@ def stream_tokens(
 
 
 def pack(
-    stream: Iterator, shard_size: int, val_tokens: int, index: int = 0, done: int = 0
-) -> Iterator[tuple[int, list[np.ndarray], dict]]:
-    """Cuts the stream of (cursor, tokens) into shards: yields (index, tokens in parts, cursor).
+    stream: Stream, shard_size: int, val_tokens: int, index: int = 0, done: int = 0
+) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
+    """Cuts the stream into shards: yields (index, tokens in parts, cursor).
 
     Documents lie end to end, and a shard ends where it is full, be it inside a document: training
     reads one long stream, so nothing has to be padded, dropped or put in another order. A shard
     is a list of slices of the batches, to be written one after another: nothing is copied.
 
-    The cursor with a shard says where the next one begins: in which batch, and how many of its
-    tokens are already used. To go on from there, give a stream that starts with this batch, and
-    that number as `done`. No other state leads from one shard to the next, which is why a killed
-    run and one that was left alone make the same shards.
+    The cursor with a shard says where the next one begins. To go on from there, give a stream that
+    starts with its batch, and its `token` as `done`. No other state leads from one shard to the
+    next, which is why a killed run and one that was left alone make the same shards.
 
     Shard 0 is for validation and may be smaller. Its size depends on how much text there is, so
     two shards' worth of tokens is read before this one is cut.
@@ -182,17 +184,17 @@ def pack(
             done += len(part)
             missing -= len(part)
             if not missing:
-                yield index, parts, cursor | {"token": done}
+                yield index, parts, replace(cursor, token=done)
                 index += 1
                 parts = []
                 missing = shard_size
         done = 0
     if parts:
-        yield index, parts, cursor | {"token": len(tokens)}
+        yield index, parts, replace(cursor, token=len(tokens))
 
 
-def take_tokens(stream: Iterator, count: int) -> deque:
-    """The next items of a stream of (cursor, tokens) with at least `count` tokens, or all."""
+def take_tokens(stream: Stream, count: int) -> deque:
+    """The next items of a stream, with at least `count` tokens, or all."""
     head: deque = deque()
     while count > 0 and (item := next(stream, None)):
         head.append(item)
@@ -234,7 +236,7 @@ def choose_val_tokens(head: list[np.ndarray], shard_size: int, val_tokens: int) 
 
 def load_benchmark(path: str) -> Benchmark:
     """HellaSwag's validation set, each ending behind its context."""
-    from hellaswag import iterate_examples
+    from support.examples import iterate_examples
 
     examples = iterate_examples("val", path)
     return Benchmark(f"{x['ctx']} {ending}" for x in examples for ending in x["endings"])
@@ -251,13 +253,16 @@ class Job:
         self.files = find_sources(config.source, config.column, config.revision, commits)
         self.benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
         start = manifest["cursor"]
-        if start["read"] not in (None, self.fingerprint(start["file"])):
+        self.start = Cursor(
+            start["file"], start["text"], start["hashes"], manifest["counts"], start["token"]
+        )
+        if start["read"] not in (None, self.fingerprint(self.start.file)):
             raise source_changed(folder)
         for written in (f"{config.name}_*.npy", "manifest.json"):
             for unfinished in folder.glob(f".{written}.*.tmp"):  # by a process that was killed
                 unfinished.unlink()
-        self.seen = Seen(folder / ".hashes", start["hashes"]) if config.deduplicate else None
-        self.counts = np.array([manifest["counts"][name] for name in COUNTS])
+        self.seen = Seen(folder / ".hashes", self.start.hashes) if config.deduplicate else None
+        self.counts = np.array([self.start.counts[name] for name in COUNTS])
 
     def fingerprint(self, last: int) -> str:
         """A hash of the benchmark and of the files up to number `last`, by name and size."""
@@ -286,14 +291,16 @@ class Job:
             writing.result()
         return self.finish()
 
-    def pack_shards(self, pool: ProcessPoolExecutor, bar) -> Iterator[tuple[int, list, dict]]:
+    def pack_shards(
+        self, pool: ProcessPoolExecutor, bar
+    ) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
         """The shards still to be made. Each step below is lazy: it works when the next one asks."""
         config = self.config
-        start = self.manifest["cursor"]
+        start = self.start
         limit = sys.maxsize
-        if config.max_tokens:  # the first start["token"] tokens of the stream are written already
-            limit = start["token"] + config.max_tokens - self.manifest["tokens"]
-        texts = read_batches(self.files, start["file"], start["text"])
+        if config.max_tokens:  # the first start.token tokens of the stream are written already
+            limit = start.token + config.max_tokens - self.manifest["tokens"]
+        texts = read_batches(self.files, start.file, start.text)
         batches = map_ahead(pool, tokenize, texts, ahead=2 * config.workers + 1)
         stream = stream_tokens(batches, limit, self.seen, self.counts, bar)
         if self.manifest["shards"]:
@@ -303,37 +310,39 @@ class Job:
             shard_size=config.shard_size,
             val_tokens=config.val_tokens,
             index=len(self.manifest["shards"]),
-            done=start["token"],
+            done=start.token,
         )
 
-    def check_beginning(self, stream: Iterator) -> Iterator:
+    def check_beginning(self, stream: Stream) -> Stream:
         """The stream. Raises UserError if the last shard cannot have ended at its beginning."""
-        start = self.manifest["cursor"]
         first = next(stream, None)
         if first is None:
             raise source_changed(self.folder)
         cursor, tokens = first
-        same_place = cursor["file"] == start["file"] and cursor["text"] == start["text"]
-        if not same_place or len(tokens) < start["token"]:
+        same_place = (cursor.file, cursor.text) == (self.start.file, self.start.text)
+        if not same_place or len(tokens) < self.start.token:
             raise source_changed(self.folder)
         return itertools.chain([first], stream)
 
-    def save_shard(self, index: int, parts: list, cursor: dict) -> None:
+    def save_shard(self, index: int, parts: list[np.ndarray], cursor: Cursor) -> None:
         """Writes a shard, then the manifest: there is always a place to go on from."""
         if self.seen:
             self.seen.write_to_disk()
         split = "train" if index else "val"
         count = sum(map(len, parts))
-        header = io.BytesIO()  # byte for byte as np.save writes it
-        array = {"descr": "<u2", "fortran_order": False, "shape": (count,)}
-        np.lib.format.write_array_header_1_0(header, array)
-        path = self.folder / f"{self.config.name}_{split}_{index:06d}.npy"
-        sha256 = write_whole(path, header.getvalue(), *parts)
-        shard = {"name": path.name, "split": split, "tokens": count, "sha256": sha256}
+        name = f"{self.config.name}_{split}_{index:06d}.npy"
+        sha256 = write_shard(self.folder / name, parts)
+        shard = {"name": name, "split": split, "tokens": count, "sha256": sha256}
         self.manifest["shards"].append(shard)
         self.manifest["tokens"] += count
-        self.manifest["counts"] = cursor.pop("counts")
-        self.manifest["cursor"] = cursor | {"read": self.fingerprint(cursor["file"])}
+        self.manifest["counts"] = cursor.counts
+        self.manifest["cursor"] = {
+            "file": cursor.file,
+            "text": cursor.text,
+            "hashes": cursor.hashes,
+            "token": cursor.token,
+            "read": self.fingerprint(cursor.file),
+        }
         write_manifest(self.folder, self.manifest)
 
     def finish(self) -> str:
@@ -461,42 +470,7 @@ def main() -> None:
         print(make_shards(config, folder))
 
 
-def count_cores() -> int:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def end_at_ctrl_c(*_) -> None:
-    with suppress(OSError):  # nobody reads it
-        # not print, which may have been interrupted itself
-        os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
-    end_process(130)  # 128 + SIGINT, the shell's convention
-
-
-def run_and_exit() -> None:
-    """Calls `main`, and then ends at once, whatever the threads and the workers are at.
-
-    Left to itself, Python would wait for a hub that stalls, and a stream broken off can make it
-    hang (apache/arrow#45214).
-    """
-    signal.signal(signal.SIGINT, end_at_ctrl_c)
-    code: int | str = 0
-    try:
-        run_script(main)
-    except SystemExit as end:
-        code = end.code or 0
-    if isinstance(code, str):
-        with suppress(OSError):
-            print(code, file=sys.stderr)
-        code = 1
-    for stream in (sys.stdout, sys.stderr):
-        if stream:
-            with suppress(OSError):  # nobody reads it any more, but the work is done
-                stream.flush()
-    end_process(code)
-
+INTERRUPTED = "interrupted: the same command goes on from the last whole shard"
 
 if __name__ == "__main__":
-    run_and_exit()
+    run_and_exit(main, INTERRUPTED)

@@ -8,18 +8,17 @@ losses per token. build-nanogpt and llm.c do the same; lm-evaluation-harness's a
 bytes instead, and its own `hellaswag` task rewrites the texts.
 """
 
-import hashlib
 import json
 import math
 import os
-import reprlib
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -31,176 +30,14 @@ from support import tokenizer
 from support.common import UserError, run_script, write_whole
 from support.device import autocast, pick_dtype
 from support.distributed import World
+from support.examples import check_example, iterate_examples
 from support.generation import pad
-from support.web import connect, read_content
 
-URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_{split}.jsonl"
-BLOB_IDS = {  # git's names for the contents of these files
-    "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
-    "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
-    "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
-}
 # acc and acc_norm on all of val, from build-nanogpt's hellaswag.py
 PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}
 
 
-# -- download
-
-
-def download(
-    split: str, folder="hellaswag", url=URL, blob_ids=BLOB_IDS, attempts=3, patience=1.0
-) -> Path:
-    """The official jsonl file of a split (train, val or test); fetched into `folder` if not there.
-
-    A transfer that fails is tried again after `patience` seconds, then after twice as many. Raises
-    UserError if there is no network (within seconds), if every attempt failed, and for a file whose
-    content does not have the expected git blob id.
-    """
-    if split not in blob_ids:
-        raise UserError(f"HellaSwag has no split {split!r}: use one of {', '.join(blob_ids)}")
-    path = Path(folder) / f"hellaswag_{split}.jsonl"
-    expected = blob_ids[split]
-    if path.exists():
-        found = blob_id(read_local(path))
-        if found != expected:
-            raise UserError(
-                f"{path} is not the official file (blob id {found}, not {expected}): "
-                "delete it to fetch it anew"
-            )
-        return path
-    content = fetch_official(url.format(split=split), expected, attempts, patience)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
-    except OSError as error:
-        raise UserError(
-            f"HellaSwag cannot be written to {folder} ({error}): name a local file by path"
-        ) from None
-    return path
-
-
-def read_local(path: Path) -> bytes:
-    """The content of a file; UserError if it is no file, or cannot be read."""
-    try:
-        if path.is_file():
-            return path.read_bytes()
-        problem = "it is no file"
-    except OSError as error:
-        problem = str(error.strerror)
-    raise UserError(f"{path} cannot be read ({problem}): delete it to fetch it anew")
-
-
-def fetch_official(url: str, expected: str, attempts: int, patience: float) -> bytes:
-    """The content of a URL, with the blob id `expected`; UserError after too many attempts."""
-    for attempt in range(attempts):
-        if attempt > 0:
-            time.sleep(patience * 2 ** (attempt - 1))
-        content, problem, try_again = fetch(url)
-        if not problem:
-            found = blob_id(content)
-            if found == expected:
-                return content
-            problem = f"{len(content)} bytes with blob id {found} came, {expected} was expected"
-        if not try_again:
-            break
-    raise UserError(
-        f"HellaSwag cannot be had from {url} ({problem}): copy the file here and name it by path"
-    )
-
-
-def fetch(url: str, seconds: float = 5) -> tuple[bytes, str, bool]:
-    """One attempt: the content, the problem ("" if none), and whether to try again may help."""
-    import requests
-
-    try:
-        answer = connect(url, seconds)
-    except TimeoutError as error:
-        return b"", str(error), False
-    except requests.ConnectionError as error:
-        return b"", f"no connection: {type(error).__name__}", False
-    except Exception as error:  # a redirect, say, that makes no sense
-        return b"", f"no usable answer: {type(error).__name__}", False
-    if answer.status_code != 200:
-        busy = answer.status_code >= 500 or answer.status_code == 429
-        return b"", f"HTTP {answer.status_code} {answer.reason}", busy
-    name = url.rsplit("/", 1)[-1]
-    size = answer.raw.length_remaining  # None if unknown
-    bar = tqdm(total=size, unit="B", unit_scale=True, desc=name, leave=False, disable=None)
-    try:
-        with bar:
-            return read_content(answer, bar.update), "", True
-    except TimeoutError as error:
-        return b"", str(error), False
-    except Exception as error:
-        return b"", f"the transfer broke off: {type(error).__name__}", True
-
-
-def blob_id(content: bytes) -> str:
-    """What git calls this content."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
 # -- examples
-
-
-def iterate_examples(split: str = "val", path: str | Path = "") -> Iterator[dict]:
-    """Yields the examples of a split, downloaded if need be, or those of a local jsonl file.
-
-    Each is a dict with the text `ctx`, four texts `endings`, and `label`, the index of the right
-    one. Raises UserError for a file that is empty or cannot be read, and at the first line that is
-    no example.
-    """
-    path = Path(path) if path else download(split)
-    remedy = "name a jsonl file, or none to download HellaSwag"
-    empty = True
-    try:
-        if path.exists() and not path.is_file():
-            raise UserError(f"{path} is no file: {remedy}")
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    empty = False
-                    yield parse_example(line, f"{path}, line {number}")
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): {remedy}") from None
-    if empty:
-        raise UserError(f"{path} is empty: one example a line was expected; fetch it again")
-
-
-def parse_example(line: bytes, where: str) -> dict:
-    """A line of a file as an example. Raises UserError, which begins with `where`, for others."""
-    try:
-        example = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        problem = f"{where} is not JSON ({error}): mend it, or fetch the file again"
-        raise UserError(problem) from None
-    check_example(example, where)
-    return example
-
-
-def check_example(example, where: str) -> None:
-    """Raises UserError, which begins with `where`, unless this is an example.
-
-    A label may be missing, as in the test split, but not wrong.
-    """
-    fields = example if isinstance(example, dict) else {}
-    context = fields.get("ctx")
-    endings = fields.get("endings")
-    label = fields.get("label", 0)
-    if not isinstance(context, str) or not context:
-        problem = "has no text under `ctx`"
-    elif not isinstance(endings, list) or not all(isinstance(e, str) for e in endings):
-        problem = "has no list of texts under `endings`"
-    elif len(endings) != 4:
-        problem = f"has {len(endings)} endings"
-    elif not isinstance(label, int | str) or str(label) not in ("0", "1", "2", "3"):
-        problem = f"has the label {reprlib.repr(label)}"
-    else:
-        return
-    raise UserError(
-        f"{where} {problem}: an example is a `ctx`, 4 `endings` and a `label` from 0 to 3; "
-        "mend or remove it"
-    )
 
 
 def load_examples(split: str, path: str | Path, limit: int, world: World) -> list[dict]:
@@ -246,14 +83,17 @@ def render_example(example: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 # -- rows: how examples become batches
 
+ROW = 384  # tokens in a row: some two examples, so that little of a row stays empty
+PADDING = -1  # the part of a token that fills a row up
+
 
 @dataclass
 class Row:
-    """One row of a batch: a context, and behind it some of its endings, side by side.
+    """One row of a batch: contexts, each with some of its endings behind it, side by side.
 
     What a causal model computes for a token depends on that token and on those before it, never on
     later ones. So it computes the same for a context whichever ending follows, and once is enough
-    for all four. Two things let each ending follow the context directly, as if the others were not
+    for all four. Two things let each ending follow its context directly, as if the others were not
     there: its positions go on from the context's last one, and the attention mask hides the other
     endings. The context `a b c` with the endings `d e` and `f g h`:
 
@@ -271,6 +111,9 @@ class Row:
     The last token of an ending predicts nothing, so the row does not contain it. `targets` has
     (column, token, slot) for each token of the endings: the column that predicts it, the token, and
     the number of its ending, counted over the endings of all examples.
+
+    A row goes on with the next context in the same way: its positions begin at 0, its parts at 5,
+    those of the third at 10, and no context sees another one's tokens.
     """
 
     tokens: list[int]
@@ -309,12 +152,139 @@ def lay_out(context: list[int], endings: list[list[int]], slot: int, width: int)
     return rows
 
 
-def lay_out_all(examples: list[dict], encode, window: int, share: bool):
+def join(rows: list[Row], width: int) -> list[Row]:
+    """Puts rows behind one another, into fewer rows of at most `width` tokens.
+
+    The longest come first, and each goes where the least room is left that still holds it (best fit
+    decreasing, a rule for bin packing): of HellaSwag's rows 1% stays empty.
+    """
+    joined: list[Row] = []
+    with_room: dict[int, list[Row]] = defaultdict(list)  # {tokens that still fit: rows}
+    for row in sorted(rows, key=lambda row: -len(row.tokens)):
+        length = len(row.tokens)
+        room = next((room for room in range(length, width) if with_room[room]), width)
+        if room == width:
+            joined.append(Row([], [], [], []))
+            with_room[width] = [joined[-1]]
+        host = with_room[room].pop()
+        append(host, row)
+        with_room[room - length].append(host)
+    return joined
+
+
+def append(host: Row, row: Row) -> None:
+    """Puts a row with one context behind what another one holds."""
+    start = len(host.tokens)
+    contexts = host.part[-1] // 5 + 1 if host.part else 0
+    host.tokens += row.tokens
+    host.pos += row.pos
+    host.part += [5 * contexts + part for part in row.part]
+    host.targets += [(start + column, token, slot) for column, token, slot in row.targets]
+
+
+# -- batches
+
+
+class Batch(NamedTuple):
+    """B rows of T columns, and the P tokens that they predict, row after row; all int64."""
+
+    tokens: torch.Tensor  # (B, T)
+    pos: torch.Tensor  # (B, T)
+    part: torch.Tensor  # (B, T)
+    predicted_at: torch.Tensor  # (P, 2): row and column
+    targets: torch.Tensor  # (P,)
+    slots: torch.Tensor  # (P,)
+
+
+def make_batch(rows: list[Row], B: int, T: int) -> Batch:
+    """Rows as a batch, filled up with padding to B rows of T columns."""
+    missing = B - len(rows)
+    rows = [*rows, *[Row([], [], [], [])] * missing]
+    targets = []
+    for b, row in enumerate(rows):
+        targets += [(b, column, token, slot) for column, token, slot in row.targets]
+    b, column, token, slot = torch.tensor(targets).T
+    return Batch(
+        tokens=torch.tensor([fill_up(row.tokens, T, 0) for row in rows]),
+        pos=torch.tensor([fill_up(row.pos, T, 0) for row in rows]),
+        part=torch.tensor([fill_up(row.part, T, PADDING) for row in rows]),
+        predicted_at=torch.stack([b, column], 1),
+        targets=token,
+        slots=slot,
+    )
+
+
+def fill_up(numbers: list[int], length: int, value: int) -> list[int]:
+    return numbers + [value] * (length - len(numbers))
+
+
+def make_batches(rows: list[Row], budget: int, width: int) -> list[Batch]:
+    """Rows of similar length together, at most `budget` tokens with the padding, if not one row.
+
+    width: of all batches, which then have equally many rows, too; 0: of each the longest row's.
+    """
+    rows = sorted(rows, key=lambda row: -len(row.tokens))
+    most = max(1, budget // len(rows[0].tokens))  # rows in a batch
+    count = math.ceil(len(rows) / most)
+    B = math.ceil(len(rows) / count)
+    batches = []
+    for start in range(0, len(rows), B):
+        some = rows[start : start + B]
+        if width:
+            batches.append(make_batch(some, B, width))
+        else:
+            batches.append(make_batch(some, len(some), len(some[0].tokens)))
+    return batches
+
+
+@dataclass
+class Prepared:
+    """N examples, tokenized and laid out for a model."""
+
+    batches: list[Batch]
+    lengths: np.ndarray  # (N, 4): the tokens of the endings
+    labels: np.ndarray  # (N,): the right endings; -1 where unknown
+    truncated: int  # how many examples had to be cut
+
+
+def prepare(examples, model, device, encode=None, tokens_per_batch=0) -> Prepared:
+    """Examples as batches for one model, on the CPU: once, for any number of evaluations.
+
+    For our GPT all batches have one shape, so that compiled blocks are compiled once; models of
+    transformers take no mask like ours, and get one ending a row. encode: the model's tokenizer,
+    str -> ids, if it is not GPT-2's. tokens_per_batch: 0 = what suits the device. What is prepared
+    already is returned as it is. Raises UserError for malformed or no examples, and for a model
+    with another vocabulary.
+    """
+    if isinstance(examples, Prepared):
+        return examples
+    model = uncompiled(model)
+    if encode is None:
+        tokenizer.check_vocabulary("the model", model.config.vocab_size)
+        encode = tokenizer.encode
+    examples = list(examples)
+    if not examples:
+        raise UserError("there are no examples to score: pass at least one")
+    budget = tokens_per_batch
+    if not budget:
+        budget = 1536 if torch.device(device).type == "cpu" else 16384
+    window = context_window(model)
+    share = isinstance(model, GPT)
+    width = min(ROW, window) if share else 0
+    rows, lengths, truncated = lay_out_all(examples, encode, window, width)
+    if share:
+        width = max(width, max(len(row.tokens) for row in rows))
+        rows = join(rows, width)
+    labels = np.array([int(example.get("label", -1)) for example in examples])
+    return Prepared(make_batches(rows, budget, width), lengths, labels, truncated)
+
+
+def lay_out_all(examples: list[dict], encode, window: int, width: int):
     """-> the rows of all examples, the endings' lengths (N, 4), how many examples had to be cut.
 
     window: the most tokens that the model can read. Where an example's longest ending does not fit
     behind the context, the context loses its oldest tokens, and an ending that is too long by
-    itself its last ones. share: endings share rows.
+    itself its last ones. width: see `lay_out`.
     """
     rows: list[Row] = []
     lengths = np.zeros((len(examples), 4), dtype=np.int64)
@@ -328,63 +298,43 @@ def lay_out_all(examples: list[dict], encode, window: int, share: bool):
             context = context[-max(1, room) :]
             endings = [ending[:window] for ending in endings]
         lengths[n] = [len(ending) for ending in endings]
-        rows += lay_out(context, endings, slot=4 * n, width=window if share else 0)
+        rows += lay_out(context, endings, slot=4 * n, width=width)
     return rows, lengths, truncated
 
 
-def make_batches(rows: list[Row], budget: int) -> list[list[Row]]:
-    """Rows of similar length together, the longest first, at most `budget` tokens with the padding.
-
-    A row that is longer than this is a batch of its own.
-    """
-    batches: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: -len(row.tokens)):
-        if not batches or (len(batches[-1]) + 1) * len(batches[-1][0].tokens) > budget:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
+def context_window(model) -> int:
+    """The most tokens that our GPT, or a model of transformers, can read; some have no limit."""
+    ours = getattr(model.config, "block_size", None)
+    theirs = getattr(model.config, "max_position_embeddings", None)
+    return ours or theirs or 1 << 30
 
 
 # -- scores
 
 
-def token_losses(model, batch: list[Row], device: torch.device) -> torch.Tensor:
-    """−log p of the batch's P targets, row after row: (P,) float32, in nats."""
-    tokens = pad([row.tokens for row in batch], device)  # (B, T)
+def token_losses(model, batch: Batch) -> torch.Tensor:
+    """−log p of the batch's P targets: (P,) float32, in nats."""
     if isinstance(model, GPT):
-        pos = pad([row.pos for row in batch], device)
-        part = pad([row.part for row in batch], device)
-        looking = part[:, :, None]
-        seen = part[:, None, :]
-        visible = (seen == 0) | (seen == looking)  # (B, T, T): the context, and one's own ending …
-        mask = visible.tril()[:, None]  # … but nothing later, and so none of the padding
-        x = model.hidden(tokens, pos, mask)  # (B, T, C)
+        looking = batch.part[:, :, None]
+        seen = batch.part[:, None, :]
+        its_context = looking // 5 * 5
+        visible = (seen == its_context) | (seen == looking)  # (B, T, T): context and own ending …
+        visible = visible.tril()[:, None]  # … but nothing later
+        mask = torch.where(visible, 0.0, -torch.inf)  # once, and not in every block
+        x = model.hidden(batch.tokens, batch.pos, mask)  # (B, T, C)
         to_logits = model.logits
     else:
-        is_token = pad([[1] * len(row.tokens) for row in batch], device)
-        x = model(input_ids=tokens, attention_mask=is_token, use_cache=False).logits  # (B, T, V)
-        to_logits = torch.nn.Identity()
-    where = [(b, column, token) for b, row in enumerate(batch) for column, token, _ in row.targets]
-    b, columns, targets = torch.tensor(where, device=device).T
-    x = x[b, columns]  # (P, C) or (P, V)
-    at_once = 128 if device.type == "cpu" else 2048  # a CPU's cache should hold the float32 logits
+        is_token = (batch.part != PADDING).long()
+        x = model(input_ids=batch.tokens, attention_mask=is_token, use_cache=False).logits
+        to_logits = torch.nn.Identity()  # x is (B, T, V) already
+    b, column = batch.predicted_at.T
+    x = x[b, column]  # (P, C) or (P, V)
+    at_once = 128 if x.device.type == "cpu" else 2048  # a CPU's cache should hold float32 logits
     losses = []
-    for some, y in zip(x.split(at_once), targets.split(at_once), strict=True):
+    for some, y in zip(x.split(at_once), batch.targets.split(at_once), strict=True):
         logits = to_logits(some).float()
         losses.append(logits.logsumexp(-1) - logits.gather(-1, y[:, None])[:, 0])
     return torch.cat(losses)
-
-
-@contextmanager
-def evaluation_mode(model: torch.nn.Module):
-    """model.eval() inside; afterwards each module is in the mode it was in, whatever happened."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 @torch.no_grad()
@@ -403,17 +353,12 @@ def score(
     """-> losses (N, 4), lengths (N, 4), truncated: the endings' summed losses and their tokens.
 
     The losses are in nats, float64; truncated is how many examples were cut to fit the model. The
-    arguments are those of `evaluate`; tokens_per_batch: 0 = what suits the device.
+    arguments are those of `evaluate`, but labels may be missing.
     """
     device = torch.device(device)
-    model = getattr(model, "_orig_mod", model)  # a compiled one would compile again for each width
-    if encode is None:
-        tokenizer.check_vocabulary("the model", model.config.vocab_size)
-        encode = tokenizer.encode
-    share = isinstance(model, GPT)  # transformers' models take no such mask
-    rows, lengths, truncated = lay_out_all(examples, encode, context_window(model), share)
-    batches = make_batches(rows, tokens_per_batch or (1024 if device.type == "cpu" else 16384))
-
+    model = uncompiled(model)
+    prepared = prepare(examples, model, device, encode, tokens_per_batch)
+    batches = prepared.batches
     # The batches are the same for any number of processes, and so are the losses. Every process
     # runs the model equally often, because a sharded model gathers its weights from all of them
     # each time: in the last round, some repeat a batch for nothing.
@@ -421,58 +366,67 @@ def score(
     size = world.size if world else 1
     turns = range(rank, rank + len(batches), size)
     disable = None if progress and rank == 0 else True  # None: shown where somebody watches
-    slots: list[int] = []
+    slots: list[torch.Tensor] = []
     losses: list[torch.Tensor] = []
     with evaluation_mode(model), autocast(device, dtype):  # one autocast casts the weights once
         for turn in tqdm(turns, "HellaSwag", disable=disable, leave=False):
             batch = batches[turn % len(batches)]
-            loss = token_losses(model, batch, device)
+            loss = token_losses(model, Batch._make(x.to(device) for x in batch))
             if turn < len(batches):
+                slots.append(batch.slots)
                 losses.append(loss)
-                slots += [slot for row in batch for _, _, slot in row.targets]
             if stop is not None:
                 stop.check()
-    total = torch.zeros(4 * len(examples), dtype=torch.float64)
+    total = torch.zeros(prepared.lengths.size, dtype=torch.float64)
     if losses:
-        total.index_add_(0, torch.tensor(slots), torch.cat(losses).cpu().double())
+        total.index_add_(0, torch.cat(slots), torch.cat(losses).cpu().double())
     if world:
         total = world.sum(total)
-    return total.view(-1, 4).numpy(), lengths, truncated
+    return total.view(-1, 4).numpy(), prepared.lengths, prepared.truncated
 
 
-def context_window(model) -> int:
-    """The most tokens that our GPT, or a model of transformers, can read; some have no limit."""
-    ours = getattr(model.config, "block_size", None)
-    theirs = getattr(model.config, "max_position_embeddings", None)
-    return ours or theirs or 1 << 30
+def uncompiled(model):
+    """The model inside torch.compile's wrapper, if there is one."""
+    return getattr(model, "_orig_mod", model)
 
 
-def evaluate(model, examples, device, **options) -> dict:
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """model.eval() inside; afterwards each module is in the mode it was in, whatever happened."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def evaluate(model, examples, device, *, encode=None, tokens_per_batch=0, **options) -> dict:
     """How often our GPT, or a causal language model of transformers, finds the right ending.
 
     Returns acc (smallest summed loss), acc_norm (smallest mean loss per token of the ending),
     acc_stderr, acc_norm_stderr, num_correct, num_correct_norm, total and num_truncated (contexts
     cut at the left).
 
-    The options go to `score`. world: the processes that share the work; each gets the same result.
-    dtype: autocast to it. progress: show a bar. stop: its check() is called after each batch, and
-    may raise. encode: the model's tokenizer, str -> ids, if it is not GPT-2's. Leaves the training
-    mode and all random state alone. Raises UserError for malformed, unlabelled or no examples, for
-    a model with another vocabulary, and for one whose losses are not finite.
+    examples: dicts, or what `prepare` made of them for this model; `prepare` explains encode and
+    tokens_per_batch. The options go to `score`. world: the processes that share the work; each gets
+    the same result. dtype: autocast to it. progress: show a bar. stop: its check() is called after
+    each batch, and may raise. Leaves the training mode and all random state alone. Raises UserError
+    for malformed, unlabelled or no examples, for a model with another vocabulary, and for one whose
+    losses are not finite.
     """
-    examples = list(examples)
-    if not examples:
-        raise UserError("there are no examples to score: pass at least one")
-    if any("label" not in example for example in examples):
+    prepared = prepare(examples, model, device, encode, tokens_per_batch)
+    labels = prepared.labels
+    if labels.min() < 0:
         raise UserError("examples without labels cannot be scored: use the split val or train")
-    losses, lengths, truncated = score(model, examples, device, **options)
+    losses, lengths, truncated = score(model, prepared, device, **options)
     if not np.isfinite(losses).all():
         raise UserError(
             "the model's losses are infinite or not a number: its weights are spoiled, or too "
             "large for this precision; try float32, else another checkpoint"
         )
-    labels = np.array([int(example["label"]) for example in examples])
-    total = len(examples)
+    total = len(labels)
     result = {}
     for suffix, values in {"": losses, "_norm": losses / lengths}.items():
         correct = int((values.argmin(1) == labels).sum())

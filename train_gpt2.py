@@ -281,7 +281,7 @@ class Run:
         self.val_loader: Any = None  # a DataLoaderLite, if there is validation
         if config.val_every:
             self.val_loader = DataLoaderLite(config.data_dir, "val", B, T)
-        self.examples = load_hellaswag(config, world, self.log)
+        self.examples = load_hellaswag(config, world, self.log, self.raw)
 
     def build_optimizers(self) -> None:
         """The model that averages gradients over the processes, and what updates it."""
@@ -341,17 +341,21 @@ def fields_of_gpt() -> list[str]:
     return [f.name for f in dataclasses.fields(GPTConfig)]
 
 
-def load_hellaswag(config: TrainConfig, world: World, log: Log) -> list[dict]:
-    """The examples to score; empty, with a line that says why, where there are none to be had."""
+def load_hellaswag(
+    config: TrainConfig, world: World, log: Log, raw: GPT
+) -> hellaswag.Prepared | None:
+    """The examples to score; None, with a line that says why, where there are none to be had."""
     if not config.hellaswag_every:
-        return []
+        return None
     try:
-        return hellaswag.load_examples("val", config.hellaswag_path, config.hellaswag_limit, world)
+        limit = config.hellaswag_limit
+        examples = hellaswag.load_examples("val", config.hellaswag_path, limit, world)
     except UserError as error:
         if config.hellaswag_path:
             raise
         log.say(f"hellaswag: off, {error}")
-        return []
+        return None
+    return hellaswag.prepare(examples, raw, world.device)
 
 
 # -- what happens on the way
@@ -364,17 +368,17 @@ def evaluate(run: Run) -> None:
     """
     config = run.config
     validating = run.due(config.val_every)
-    scoring = bool(run.examples) and run.due(config.hellaswag_every)
+    scoring = run.examples is not None and run.due(config.hellaswag_every)
     sampling = run.step > 0 and run.due(config.sample_every)
     if not (validating or scoring or sampling):
         return
     with run.world.whole(run.raw):
         if validating:
             evaluate_loss(run)
-        with eager():  # rows of every length would recompile the blocks
-            if scoring:
-                evaluate_hellaswag(run)
-            if sampling:
+        if scoring:
+            evaluate_hellaswag(run)
+        if sampling:
+            with eager():  # prompts and caches of every length would recompile the blocks
                 print_samples(run)
     if run.world.is_main and validating:
         plots.plot_run(config.log_dir)

@@ -1,5 +1,6 @@
 """Files of tokens: ours and build-nanogpt's, llm.c's and nanoGPT's."""
 
+import io
 import json
 import re
 from contextlib import suppress
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.common import UserError, first_line
+from support.common import UserError, first_line, write_whole
 
 
 def find_shards(data_dir: Path, split: str) -> list["Shard"]:
@@ -114,3 +115,16 @@ class Shard:
                 f"those from {start + len(tokens)} on are gone; put the file back"
             )
         return tokens
+
+
+def write_shard(path: Path, parts: list) -> str:
+    """Writes arrays of uint16 tokens, one behind another and without a copy, as one `.npy` file.
+
+    It is byte for byte what np.save would write, and there whole or not at all. Returns its
+    SHA-256. Raises OSError.
+    """
+    count = sum(map(len, parts))
+    header = io.BytesIO()
+    array = {"descr": "<u2", "fortran_order": False, "shape": (count,)}
+    np.lib.format.write_array_header_1_0(header, array)
+    return write_whole(path, header.getvalue(), *parts)

@@ -1,9 +1,15 @@
-"""The content of a URL, or an error within a limited time, whatever the server does."""
+"""Text from a network that fails: an error within a limited time, and then another attempt."""
 
+import itertools
+import re
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from functools import partial
+
+from support.common import UserError
 
 SILENCE = 20  # seconds without a byte, after which the connection counts as lost
 WINDOW = 60  # in so many seconds …
@@ -80,3 +86,43 @@ def call_in_thread(call: Callable) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+# -- another attempt
+
+WAITS = (1, 2, 4, 8, 16, 32, 60, 60, 60, 60)  # seconds before the network is tried again
+
+
+def read_patiently(name: str, read: Callable[[], Iterator], done: int = 0) -> Iterator:
+    """Yields what read() yields, without the first `done` items.
+
+    Where the network fails it waits, longer each time, and then goes on where it was. Raises
+    UserError where waiting does not help.
+    """
+    waits = WAITS if re.match("(hub|hf|https?):", name) else ()
+    failures = 0
+    while True:
+        try:
+            for item in itertools.islice(read(), done, None):
+                yield item
+                done += 1
+                failures = 0
+            return
+        except UserError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            if failures == len(waits) or is_final(error):
+                told = f"{name} cannot be read ({reason})"
+                raise UserError(f"{told}; that mended, the same command goes on") from error
+        wait = waits[failures]
+        failures += 1
+        print(f"\n{name}: {reason}; trying again in {wait} s", file=sys.stderr)
+        time.sleep(wait)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether another attempt would fail, too: nothing is there, or it may not be read."""
+    response = getattr(error, "response", None)
+    refused = getattr(response, "status_code", 0) in (401, 403, 404)
+    return refused or isinstance(error, FileNotFoundError)

@@ -3,13 +3,14 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from support.common import UserError
+from support.common import UserError, run_script
 
 starting = threading.RLock()  # held while a process is started
 
@@ -63,15 +64,6 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def end_process(code: int) -> None:
-    """Ends this process at once, whatever its threads and its workers are at.
-
-    Only the start of a worker is waited for: one that got half of its orders would complain.
-    """
-    with starting:
-        os._exit(code)
-
-
 def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead: int) -> Iterator:
     """Yields (key, work(value)) for each (key, value) of the items, in order.
 
@@ -93,3 +85,52 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
         started.append(taker.submit(start_next))
         key, future = item
         yield key, future.result()
+
+
+def count_cores() -> int:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# -- the end of a script with workers
+
+
+def run_and_exit(main: Callable[[], None], interrupted: str) -> None:
+    """Calls `main`, and then ends at once, whatever the threads and the workers are at.
+
+    Left to itself, Python would wait for a hub that stalls, and a stream broken off can make it
+    hang (apache/arrow#45214). interrupted: what Ctrl-C prints.
+    """
+
+    def end_at_ctrl_c(*_) -> None:
+        with suppress(OSError):  # nobody reads it
+            # not print, which may have been interrupted itself
+            os.write(2, f"\n{interrupted}\n".encode())
+        end_process(130)  # 128 + SIGINT, the shell's convention
+
+    signal.signal(signal.SIGINT, end_at_ctrl_c)
+    code: int | str = 0
+    try:
+        run_script(main)
+    except SystemExit as end:
+        code = end.code or 0
+    if isinstance(code, str):
+        with suppress(OSError):
+            print(code, file=sys.stderr)
+        code = 1
+    for stream in (sys.stdout, sys.stderr):
+        if stream:
+            with suppress(OSError):  # nobody reads it any more, but the work is done
+                stream.flush()
+    end_process(code)
+
+
+def end_process(code: int) -> None:
+    """Ends this process at once, whatever its threads and its workers are at.
+
+    Only the start of a worker is waited for: one that got half of its orders would complain.
+    """
+    with starting:
+        os._exit(code)

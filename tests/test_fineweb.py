@@ -29,13 +29,14 @@ from contract import TOLD
 from tqdm import tqdm
 
 import fineweb
-import hellaswag
 from fineweb import Config, choose_val_tokens, pack, stream_tokens, tokenize
-from support import common, filters, manifest, sources, tokenizer, web
+from support import common, examples, filters, manifest, readers, sources, tokenizer, web
+from support import download as transfer
 from support.common import UserError
 from support.filters import Benchmark, Seen, cut_out
 from support.manifest import SHAPE, read_manifest, verify_shards
-from support.sources import Text, find_files, read_batches
+from support.readers import Text
+from support.sources import find_files, read_batches
 from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -75,7 +76,7 @@ import fineweb
 if __name__ == "__main__":
     multiprocessing.set_start_method("{method}")
     sys.argv[0] = "fineweb.py"
-    fineweb.run_and_exit()
+    fineweb.run_and_exit(fineweb.main, fineweb.INTERRUPTED)
 """
 
 
@@ -189,11 +190,11 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
     alphabet = ["a", "Bc", " ", "  ", "\n", "\r\n", "\t", "'", "'s", "é", "你", "🙂", "12", "!"]
     alphabet += ["\u3000", "\u0085", "\x1c", "<|endoftext|>"]
     for size in (1, 7, 16, 50):
-        monkeypatch.setattr(sources, "STRETCH", size)
+        monkeypatch.setattr(readers, "STRETCH", size)
         for _ in range(40):
             text = "".join(choose.choices(alphabet, k=choose.randrange(60)))
             (tmp_path / "a.txt").write_bytes(text.encode())
-            pieces = list(sources.read_text(str(tmp_path / "a.txt")))
+            pieces = list(readers.read_text(str(tmp_path / "a.txt")))
             assert "".join(piece.text for piece in pieces) == text
             assert [piece.starts for piece in pieces] == [True] + [False] * (len(pieces) - 1)
             assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
@@ -202,20 +203,20 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
 
 
 def test_a_long_text_file_without_a_space_is_read_in_linear_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources, "STRETCH", 5000)
+    monkeypatch.setattr(readers, "STRETCH", 5000)
     path = tmp_path / "a.txt"
     seconds = []
     for stretches in (100, 800):
         path.write_text("x" * 5000 * stretches)
         began = time.process_time()
-        assert len(list(sources.read_text(str(path)))) == 1
+        assert len(list(readers.read_text(str(path)))) == 1
         seconds.append(time.process_time() - began)
     assert seconds[1] < 0.5 + 24 * seconds[0]  # it took 50 times as long
 
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(sources, "STRETCH", 40)
+    monkeypatch.setattr(readers, "STRETCH", 40)
     monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 1)
     texts = [*prose(230, words=5), None, ""]
     path = tmp_path / f"corpus.{kind}"
@@ -241,8 +242,8 @@ def stream_of(texts, size, cursor=None, limit=10**9):
     first = 0
     counts = np.zeros(len(filters.COUNTS), int)
     if cursor:
-        first = cursor["text"]
-        counts[:] = list(cursor["counts"].values())
+        first = cursor.text
+        counts[:] = list(cursor.counts.values())
     batches = []
     for i in range(first, len(texts), size):
         batches.append(((0, i), tokenize([Text(text) for text in texts[i : i + size]])))
@@ -261,7 +262,7 @@ def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_siz
         assert {len(tokens) for _, tokens, _ in shards[:-1]} <= {shard_size}
     for i in range(0, len(shards) - 1, 1 + len(shards) // 20):
         index, _, cursor = shards[i]
-        rest = list(pack(stream_of(texts, 7, cursor)[0], shard_size, 0, index + 1, cursor["token"]))
+        rest = list(pack(stream_of(texts, 7, cursor)[0], shard_size, 0, index + 1, cursor.token))
         rest = [(a, np.concatenate(b).tolist(), c) for a, b, c in rest]
         assert rest == [(a, b.tolist(), c) for a, b, c in shards[i + 1 :]]
 
@@ -901,7 +902,7 @@ import fineweb
 from support import sources
 time.sleep = lambda seconds: None  # also between huggingface_hub's own attempts
 sources.BATCH_DOCUMENTS = 100
-fineweb.run_and_exit()
+fineweb.run_and_exit(fineweb.main, fineweb.INTERRUPTED)
 """
 
 
@@ -1385,7 +1386,7 @@ import fineweb
 if __name__ == "__main__":
     multiprocessing.set_start_method("spawn")
     sys.argv.pop()
-    fineweb.run_and_exit()
+    fineweb.run_and_exit(fineweb.main, fineweb.INTERRUPTED)
 """
 
 
@@ -1464,7 +1465,7 @@ def server(monkeypatch):
     monkeypatch.setattr(web, "LEAST", 100)
     monkeypatch.setattr(web, "SILENCE", 1)
     monkeypatch.setattr(web, "MOST", 100_000)
-    monkeypatch.setattr(sources, "WAITS", (0,))
+    monkeypatch.setattr(web, "WAITS", (0,))
     monkeypatch.setattr(sources, "TINYSHAKESPEARE", server.url)
     in_threads = []
     monkeypatch.setattr(threading, "excepthook", in_threads.append)
@@ -1481,8 +1482,8 @@ def text_from(server) -> str:
 
 def download_from(server, folder: Path, seconds: float = 5) -> bytes:
     """HellaSwag's download, if BODY were its official content."""
-    ids = {"val": hellaswag.blob_id(BODY)}
-    return hellaswag.download("val", folder, server.url, ids, patience=0).read_bytes()
+    ids = {"val": transfer.blob_id(BODY)}
+    return examples.download("val", folder, server.url, ids, patience=0).read_bytes()
 
 
 @pytest.mark.parametrize("length", [b"abc", b"-5", b"1e4", b"", b"9" * 5000])
@@ -1527,8 +1528,8 @@ def test_a_wrong_answer_is_one_sentence_within_seconds(
     server, tmp_path, answer, monkeypatch, outcome
 ):
     server.answer = answer
-    fetch = hellaswag.fetch
-    monkeypatch.setattr(hellaswag, "fetch", lambda url: fetch(url, 0.7))
+    fetch = transfer.fetch
+    monkeypatch.setattr(transfer, "fetch", lambda url: fetch(url, 0.7))
     connect = web.connect
     monkeypatch.setattr(web, "connect", lambda url, _: connect(url, 0.7))
     began = time.monotonic()

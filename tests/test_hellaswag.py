@@ -22,18 +22,13 @@ import torch.nn.functional as F
 from conftest import ROOT, SHARED_DATA, TINY, environment, run_script
 
 import hellaswag
-from hellaswag import (
-    blob_id,
-    download,
-    evaluate,
-    iterate_examples,
-    load_examples,
-    render_example,
-    score,
-)
+from hellaswag import evaluate, load_examples, render_example, score
 from model import GPT, GPTConfig
+from support import download as transfer
 from support.common import UserError
 from support.distributed import World
+from support.download import blob_id
+from support.examples import download, iterate_examples
 from support.tokenizer import get_tokenizer
 
 REAL = SHARED_DATA / "hellaswag_val_1000.jsonl"
@@ -524,8 +519,8 @@ def test_a_download_that_cannot_succeed_says_what_came(
 ):
     server.answers = [answer]
     waited = []
-    # hellaswag's own sleep, not everybody's: another thread of the process may be polling
-    monkeypatch.setattr(hellaswag, "time", SimpleNamespace(sleep=waited.append))
+    # this file's own sleep, not everybody's: another thread of the process may be polling
+    monkeypatch.setattr(transfer, "time", SimpleNamespace(sleep=waited.append))
     with pytest.raises(UserError, match=message):
         download("val", tmp_path, server.url, IDS)
     assert len(server.asked) == asked and waited == [1, 2][: asked - 1]
@@ -546,7 +541,7 @@ def test_without_a_network_the_answer_comes_in_seconds(tmp_path, monkeypatch):
     assert time.monotonic() - start < 4
     # a resolver that does not come back
     monkeypatch.setattr(requests, "get", lambda *_, **__: time.sleep(60))
-    told = hellaswag.fetch("http://127.0.0.1:9/", seconds=0.1)[1:]
+    told = transfer.fetch("http://127.0.0.1:9/", seconds=0.1)[1:]
     assert told == ("no answer within 0.1 seconds", False)
 
 
