@@ -45,6 +45,7 @@ from support.report import (
     dtype_name,
     duration,
     explain_nan,
+    finish,
     print_setup,
 )
 from support.shards import identify
@@ -322,6 +323,7 @@ class Run:
         """Starts the logs, or goes on where a checkpoint left everything."""
         about = describe_run(self.config, self.world, self.dtype, self.batch_size)
         about["model"] = dataclasses.asdict(self.raw.config)
+        about["parameters"] = self.raw.num_params()
         if found:
             restore(self, found)
         if self.world.is_main:
@@ -716,9 +718,13 @@ def train(config: TrainConfig, world: World) -> None:
     run = Run(config, world, log, found)
     try:
         loop(run)
-        memory = peak_memory(world.device) / 1e9
-        took = duration(run.wall())
-        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory:.2f} GB")
+        memory = peak_memory(world.device)
+        wall = run.wall()
+        run.log.record(run.step, "end", wall=wall, memory=memory)
+        took = duration(wall)
+        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory / 1e9:.2f} GB")
+        if world.is_main:
+            finish(config.log_dir)
     except Interrupted:
         save_interrupted(run)
     except torch.OutOfMemoryError:
