@@ -215,15 +215,17 @@ def figures_of_training(records: list[dict]) -> dict[str, str]:
     seen = f"{len(updates):,} updates of {size:,} tokens: {tokens:,} tokens"
     if parameters := about.get("parameters"):
         seen += f", {tokens / parameters:.2g} for each of {parameters:,} parameters"
-    end = ([record for record in records if record["type"] == "end"] or updates)[-1]
+    ends = [record for record in records if record["type"] == "end"]  # older runs have none
+    last = (ends or updates)[-1]
+    until = "to the end" if ends else "to the last update"
     speed = statistics.median(update["tokens_per_sec"] for update in updates)
     mfus = [update["mfu"] for update in updates if "mfu" in update]  # older runs have none
     mfu = f", MFU {statistics.median(mfus):.1%}" if mfus else ""
     return {
         "training": seen,
-        "time": f"{duration(end['wall'])} (hours:minutes:seconds), evaluations included",
+        "time": f"{duration(last['wall'])} (hours:minutes:seconds) {until}, with evaluations",
         "speed": f"{speed:,.0f} tokens/s{mfu}: medians of the updates",
-        "memory": f"{end['memory'] / 1e9:.2f} GB at most, on one process",
+        "memory": f"{last['memory'] / 1e9:.2f} GB at most, on one process",
     }
 
 
@@ -281,10 +283,11 @@ def ending(records: list[dict], report: Path) -> str:
     lines = [""]
     samples = first_and_last(records, "samples")
     if len(samples) == 2:
+        first, last = samples
         width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
         heads = [f"-- after {record['step']:,} updates" for record in samples]
-        lines += [side_by_side(*heads, width)]
-        for then, now in zip(*[record["samples"] for record in samples], strict=False):
+        lines.append(side_by_side(heads[0], heads[1], width))
+        for then, now in zip(first["samples"], last["samples"], strict=False):
             lines += [side_by_side(then, now, width), ""]
     rows = {"The curve": str(report.with_name("loss.png")), "The report": str(report)}
     for what, typed in next_steps(records).items():
