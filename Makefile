@@ -2,7 +2,6 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
-QUICKSTART := log/quickstart
 
 .PHONY: setup quickstart test coverage torture bench clean
 
@@ -24,12 +23,6 @@ setup:
 quickstart: setup
 	@$(PY) fineweb.py --source stdlib --data-dir data/stdlib
 	@$(PY) train_gpt2.py --preset quickstart --overwrite
-	@echo
-	@echo "The curve:      $(QUICKSTART)/loss.png"
-	@echo "Sample it:      $(PY) sample.py --model $$(ls -d $(QUICKSTART)/ckpt_* | tail -1) --prompt 'import os'"
-	@echo "Your own text:  $(PY) fineweb.py --source my.txt --data-dir data/mine"
-	@echo "                $(PY) train_gpt2.py --preset quickstart --data-dir data/mine --log-dir log/mine"
-	@echo "GPT-2 itself:   $(PY) fineweb.py, then .venv/bin/torchrun --standalone --nproc_per_node=8 train_gpt2.py"
 
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .

@@ -263,7 +263,6 @@ def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
     """
     room = (free_memory(m.device) or 4 * 2**30) / 1e9
     memory_gb = 0
-    first = None
     B = 1
     while B <= m.config.max_batch:
         if m.device.type == "cpu" and 2 * memory_gb > room:
@@ -271,12 +270,10 @@ def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
             m.notes.append(f"ended before B {B}: {needed}")
             return
         [row] = m.measure([m.step(f"B {B}", B=B)])
+        yield row
         if "error" in row:
-            yield row
             return
-        first = first or row["median"]
         memory_gb = row["memory_gb"]
-        yield row | dict(total=row["median"] / first)
         B *= 2
 
 

@@ -116,7 +116,7 @@ PRESETS = {
     # Fewer tokens to the same loss. AdamW's learning rate: in benchmarks/recipes the best one is
     # within a factor of two of it.
     "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
-    # about four minutes on two CPU cores, on the source of Python's standard library
+    # four and a half minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
         preset="quickstart",
         data_dir="data/stdlib",

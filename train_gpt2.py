@@ -21,7 +21,7 @@ import hellaswag
 import sample
 from config import TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, plots, report, resume
+from support import checkpoint, ending, plots, report, resume
 from support.common import UserError, run_script, say
 from support.device import (
     autocast,
@@ -309,6 +309,7 @@ class Run:
         """Starts the logs, or goes on where a checkpoint left everything."""
         about = report.describe_run(self.config, self.world, self.dtype, self.batch_size)
         about["model"] = dataclasses.asdict(self.raw.config)
+        about["parameters"] = self.raw.num_params()
         if found:
             resume.restore(self, found)
         if self.world.is_main:
@@ -500,9 +501,13 @@ def train(config: TrainConfig, world: World) -> None:
     run = Run(config, world, log, found)
     try:
         loop(run)
-        memory = peak_memory(world.device) / 1e9
-        took = duration(run.wall())
-        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory:.2f} GB")
+        memory = peak_memory(world.device)
+        wall = run.wall()
+        run.log.record(run.step, "end", wall=wall, memory=memory)
+        took = duration(wall)
+        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory / 1e9:.2f} GB")
+        if world.is_main:
+            ending.finish(config.log_dir)
     except Interrupted:
         save_interrupted(run)
     except torch.OutOfMemoryError:

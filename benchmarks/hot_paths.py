@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag
-from benchmarks.turns import Side, summarize
+from benchmarks.turns import Side, compare, rates_of, summarize
 from model import GPT, GPTConfig
 from support.device import autocast
 from support.distributed import World
@@ -251,18 +251,20 @@ def compare_tokenizing(m) -> Iterator[dict]:
     tokens = int(found["rounds"][0]["tokens"])
     names = {"classic": "build-nanogpt's loop", "ours": "fineweb.py", "bare": "tokenizer alone"}
     rows = {}
+    rates = {}
     for way, name in names.items():
         turns = []
         for seconds in found["rounds"]:
             turns.append(dict(seconds=seconds[way], memory=math.nan, returned={}))
         side = Side(name, make=run_fineweb_bench, options={}, amount=tokens)
+        rates[way] = rates_of(side, turns)
         rows[way] = summarize(side, turns)
         rows[way]["memory_gb"] = None
     rows["ours"]["memory_gb"] = found["peak_mb"]["tree_pss_mb"] / 1000
-    for row in rows.values():
-        row["total"] = row["median"] / rows["classic"]["median"]
-        row["of limit"] = row["median"] / rows["bare"]["median"]
-        yield row
+    for way, row in rows.items():
+        if way != "classic":
+            row |= compare(rates[way], rates["classic"])
+        yield row | {"of limit": row["median"] / rows["bare"]["median"]}
 
 
 def run_fineweb_bench(megabytes: int, rounds: int) -> dict:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from support.common import UserError
-from support.plots import plot_benchmarks
+from support.plots import BLUE, COLORS, GREY, PALE, RED, draw_recipes, tidy
 
 COLUMNS = {  # of a table, where a row has them: heading and format
     "machine": ("machine", ""),
@@ -12,8 +12,7 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "median": ("", ",.1f"),
     "ms": ("ms", ",.1f"),
     "beside": ("base beside it", ",.1f"),
-    "speedup": ("× base", ".2f"),
-    "total": ("× first", ".2f"),
+    "ratio": ("× base", ""),
     "MFU": ("MFU", ".1%"),
     "MFU bf16": ("MFU bf16", ".1%"),
     "of limit": ("of limit", ".1%"),
@@ -29,8 +28,8 @@ COLUMNS = {  # of a table, where a row has them: heading and format
 LEGEND = (
     "MFU: of the peak of the row's own precision; "
     "MFU bf16: of bfloat16's (float16's where there is no bfloat16)\n"
-    "× base: times as fast as the row it builds on, in turns side by side; "
-    "× first: as the first row, a product of those\n"
+    "× base: times as fast as the row it builds on, the median of turns side by side (and their "
+    "range); nothing is faster or slower whose range holds 1\n"
     "loader: the part of a step that waits for data; "
     "start: from a new process to the end of its first run, compiled\n"
     "first loss: rows of one model and one micro-batch begin with the same weights and tokens"
@@ -39,6 +38,7 @@ LEGEND = (
 
 def format_table(rows: list[dict]) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
+    rows = [row | dict(ratio=describe_ratio(row) or None) for row in rows]
     units = dict.fromkeys(row["unit"] for row in rows if "unit" in row)
     columns = []
     for key, (heading, spec) in COLUMNS.items():
@@ -121,3 +121,131 @@ def print_report(results: list[dict], out: str) -> None:
 
 def write_result(out: str, result: dict) -> None:
     Path(f"{out}.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+
+# -- the plot
+
+
+# what bench.py compares, for a reader who has not seen its flags
+TITLES = {
+    "ladder": "A training step, each technique added to those before it",
+    "sweep": "A training step, by the micro-batch B",
+    "scaling": "A training step on several processes",
+    "against": "A training step, beside that of Hugging Face's transformers",
+    "optimizers": "A training step with AdamW and with Muon",
+    "attention": "Attention alone, forward and backward",
+    "generate": "Generation of 128 tokens",
+    "hellaswag": "Scoring HellaSwag",
+    "data": "Text to token shards",
+    "recipes": "AdamW and Muon on small models",
+}
+
+
+def plot_benchmarks(results: list[dict]):
+    """Results of bench.py: a row for each comparison, a column for each machine."""
+    from matplotlib.figure import Figure
+
+    panels = {}  # (comparison, place of the machine): the rows that did not fail
+    for i, result in enumerate(results):
+        for name, comparison in result["benchmarks"].items():
+            rows = [row for row in comparison["rows"] if "error" not in row]
+            if rows:
+                panels[name, i] = rows
+    heights: dict[str, float] = {}
+    for (name, _), rows in panels.items():
+        heights[name] = max(heights.get(name, 0), panel_height(name, rows))
+    names = list(heights)
+    inches = list(heights.values())
+    size = (9.6 * len(results), sum(inches))
+    figure = Figure(figsize=size, dpi=120, layout="constrained", facecolor="white")
+    parts = figure.subfigures(len(names), len(results), squeeze=False, height_ratios=inches)
+    for (name, i), rows in panels.items():
+        part = parts[names.index(name), i]
+        part.suptitle(describe_panel(name, results[i]), fontsize=10)
+        draw = {"attention": draw_curves, "recipes": draw_recipes}.get(name, draw_bars)
+        draw(part, rows)
+    return figure
+
+
+def panel_height(name: str, rows: list[dict]) -> float:
+    """Inches that a comparison takes: curves the same always, bars by their number."""
+    return {"attention": 4.0, "recipes": 7.0}.get(name, 1.7 + 0.45 * len(rows))
+
+
+def describe_panel(name: str, result: dict) -> str:
+    """A title, and below it what was computed and on which machine."""
+    config = result.get("config", {})
+    what = ""
+    if name not in ("data", "recipes", "attention"):
+        what = f"{config['model']}, "
+    if name in ("ladder", "against", "optimizers", "scaling"):
+        what += f"{config['batch_size']} sequences of {config['sequence_length']:,} tokens, "
+    return f"{TITLES.get(name, name)}\n{what}on {result['device']['name']}"
+
+
+def judge_ratio(row: dict) -> str:
+    """What the paired turns of a row and its base show: faster, slower or no difference shown.
+
+    Nothing is faster or slower if the range of their ratios holds 1, or if there is no range: of
+    a single turn, or in a record that does not have it.
+    """
+    low, high = row.get("speedup_low"), row.get("speedup_high")
+    if low == high:
+        return "no range"
+    if low > 1:
+        return "faster"
+    return "slower" if high < 1 else "no difference shown"
+
+
+def describe_ratio(row: dict) -> str:
+    """How many times as fast as its base a row is, the range of the turns, what they show."""
+    if "speedup" not in row:
+        return ""
+    judgement = judge_ratio(row)
+    ratio = f"{row['speedup']:.2f} ×"
+    if judgement == "no range":
+        return f"{ratio} ({judgement})"
+    return f"{ratio} ({row['speedup_low']:.2f} to {row['speedup_high']:.2f}): {judgement}"
+
+
+def draw_bars(figure, rows: list[dict]) -> None:
+    """A bar for each row, as long as it is fast, and above it that of the side beside it.
+
+    Both are medians of the same turns, so only these two are to be compared.
+    """
+    axis = figure.subplots()
+    colors = {"faster": BLUE, "slower": RED}
+    for i, row in enumerate(rows):
+        if "beside" in row:
+            axis.barh(i - 0.2, row["beside"], height=0.3, color=PALE)
+        color = colors.get(judge_ratio(row), GREY)
+        bar = axis.barh(i + 0.12, row["median"], height=0.34, color=color)
+        digits = 1 if row["median"] < 1000 else 0
+        label = f"{row['median']:,.{digits}f}   {describe_ratio(row)}"
+        axis.bar_label(bar, [label], padding=4, fontsize=9)
+    axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axis.invert_yaxis()
+    axis.margins(x=0.35)
+    axis.xaxis.set_major_formatter("{x:,g}")
+    axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' a second')} (longer is faster)")
+    tidy(axis)
+    axis.grid(visible=False, axis="y")
+    if any("beside" in row for row in rows):
+        pale = "pale: what a row is compared with, in turns beside it"
+        figure.supxlabel(f"{pale}; blue: faster, red: slower, grey: neither shown", fontsize=9)
+
+
+def draw_curves(figure, rows: list[dict]) -> None:
+    """Milliseconds by sequence length, a curve for each way."""
+    axis = figure.subplots()
+    ways = dict.fromkeys(row["way"] for row in rows)
+    for way, color in zip(ways, COLORS, strict=False):
+        lengths = [row["T"] for row in rows if row["way"] == way]
+        milliseconds = [row["ms"] for row in rows if row["way"] == way]
+        axis.loglog(lengths, milliseconds, "o-", color=color, label=way)
+    axis.set(xlabel="sequence length", ylabel="milliseconds, forward and backward")
+    lengths = sorted({row["T"] for row in rows})
+    axis.set_xticks(lengths, [f"{T:,}" for T in lengths])
+    axis.set_xticks([], minor=True)
+    axis.yaxis.set_major_formatter("{x:,g}")
+    tidy(axis)

@@ -141,7 +141,10 @@ def measure(sides: list[Side], device: torch.device, rounds: int, least: float) 
             workers[i].turn(least)  # how long is a run?
             pair = {side.base: workers[side.base], i: workers[i]}
             turns = alternate(pair, rounds, least)
-            row = compare_with_base(sides, rows, i, turns)
+            row = summarize(side, turns[i])
+            if side.base != i:
+                base = sides[side.base]
+                row |= compare(rates_of(side, turns[i]), rates_of(base, turns[side.base]))
             rows.append(first["returned"] | row | dict(start_s=started, options=side.options))
         except (RuntimeError, MemoryError) as error:  # out of memory, or killed for it
             message = f"{type(error).__name__}: {first_line(error)}"
@@ -162,21 +165,19 @@ def alternate(workers: dict[int, Worker], rounds: int, least: float) -> dict[int
     return turns
 
 
-def compare_with_base(sides: list[Side], rows: list[dict], i: int, turns: dict) -> dict:
-    """The row of side i after its turns with its base.
+def compare(rates: list[float], base_rates: list[float]) -> dict:
+    """How many times as fast as its base, by the turns that stood side by side.
 
-    `speedup` compares the medians of these turns; `total` is the product of the speed-ups from
-    the first side on.
+    beside: the base's median rate; speedup: the median of the ratios; speedup_low and
+    speedup_high: their range.
     """
-    base = sides[i].base
-    row = summarize(sides[i], turns[i])
-    if base == i:
-        row["total"] = 1.0
-        return row
-    row["beside"] = summarize(sides[base], turns[base])["median"]
-    row["speedup"] = row["median"] / row["beside"]
-    row["total"] = row["speedup"] * rows[base]["total"]
-    return row
+    ratios = [rate / beside for rate, beside in zip(rates, base_rates, strict=True)]
+    return dict(
+        beside=statistics.median(base_rates),
+        speedup=statistics.median(ratios),
+        speedup_low=min(ratios),
+        speedup_high=max(ratios),
+    )
 
 
 def replace_base(sides: list[Side], failed: int) -> None:
@@ -187,9 +188,14 @@ def replace_base(sides: list[Side], failed: int) -> None:
             sides[j].base = base if base != failed else j
 
 
+def rates_of(side: Side, turns: list[dict]) -> list[float]:
+    """What each turn did in a second, in the side's unit."""
+    return [side.amount / turn["seconds"] for turn in turns]
+
+
 def summarize(side: Side, turns: list[dict]) -> dict:
     """The columns of a side: the median of its turns, their range, and what else is known."""
-    rates = [side.amount / turn["seconds"] for turn in turns]
+    rates = rates_of(side, turns)
     median = statistics.median(rates)
     row = dict(
         name=side.name,

@@ -50,7 +50,7 @@ class Log:
         def stays(record: dict) -> bool:
             if record["type"] == "run" or record["step"] < step:
                 return True
-            if record["step"] > step or record["type"] == "train":
+            if record["step"] > step or record["type"] in ("train", "end"):
                 return False
             return evaluated or record["type"] == "resume"
 

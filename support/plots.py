@@ -6,33 +6,38 @@ import io
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from support.common import write_whole
 from support.log import LoggedRun, read_run
 
-# Okabe & Ito's colours, which colour-blind readers can tell apart (their yellow is too pale)
+# Okabe & Ito's colours, which colour-blind readers can tell apart, without those that are too pale
+# on white (contrast under 3:1); the purple is Tol's, which is darker
 BLUE = "#0072B2"
-ORANGE = "#E69F00"
-GREEN = "#009E73"
 RED = "#D55E00"
-PURPLE = "#CC79A7"
-SKY = "#56B4E9"
+GREEN = "#009E73"
+PURPLE = "#AA4499"
 BLACK = "#000000"
 GREY = "#666666"
-COLORS = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY, BLACK)
+PALE = "#949494"  # of bars that stand beside others
+COLORS = (BLUE, RED, GREEN, PURPLE, BLACK)
 
-# OpenAI's GPT-2 on FineWeb's validation split, and GPT-2 and GPT-3 on HellaSwag: the figures of
-# build-nanogpt's play.ipynb
+# OpenAI's models on two texts, by the names that fineweb.py, build-nanogpt and llm.c give their
+# directories, and on HellaSwag. Sources: build-nanogpt's play.ipynb and llm.c's dev/vislog.ipynb
+FINEWEB_EDU = {"124M": 3.2924}
+FINEWEB = {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273}
 GPT2_VAL_LOSS = {
-    "FineWeb-Edu": {"124M": 3.2924},
-    # llm.c's dev/vislog.ipynb
-    "FineWeb": {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273},
+    "edu_fineweb10B": FINEWEB_EDU,
+    "fineweb-edu-10B": FINEWEB_EDU,
+    "fineweb10B": FINEWEB,
+    "fineweb-10B": FINEWEB,
 }
 GPT2_HELLASWAG = {"124M": 0.294463, "350M": 0.375224, "774M": 0.431986, "1558M": 0.488946}
 GPT3_HELLASWAG = {"124M": 0.337, "350M": 0.436, "774M": 0.510, "1558M": 0.547}
-SIZE_BY_LAYERS = {12: "124M", 24: "350M", 36: "774M", 48: "1558M"}
+SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
+FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
 
 AXES: dict[str, list[tuple[float, str]]] = {  # what x can be: units and labels, largest first
     "step": [(1, "step")],
@@ -113,20 +118,39 @@ def pick_unit(ends: list[float], by: str) -> tuple[float, str]:
     return AXES[by][-1]
 
 
-def smooth(values: list[float], window: int) -> list[float]:
-    """The mean of each value and up to window - 1 before it."""
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - window)
-    return ((sums[ends] - sums[starts]) / (ends - starts)).tolist()
+def smooth(values, window: int) -> np.ndarray:
+    """The mean of the `window` values (an odd number) around each; at the ends, of those there."""
+    around = np.ones(window)
+    return np.convolve(values, around, "same") / np.convolve(np.ones(len(values)), around, "same")
+
+
+def draw_smoothed(axis, x: np.ndarray, values: list[float], color: str, **line) -> np.ndarray:
+    """A noisy curve: its mean around each point, which is returned, in a band of one deviation."""
+    window = min(51, len(values) // 25 | 1)
+    mean = smooth(values, window)
+    deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
+    lower = np.maximum(mean - deviation, min(values))
+    axis.fill_between(x, lower, mean + deviation, color=color, alpha=0.2, linewidth=0)
+    axis.plot(x, mean, color=color, linewidth=1.4, **line)
+    return mean
+
+
+def label_lines(axis, labels: list[tuple[float, str, str]]) -> None:
+    """Names lines at the right end of the axis; labels: where a line ends (y), text, colour.
+
+    Texts that would touch are moved apart.
+    """
+    bottom, top = axis.get_ylim()
+    lowest = -math.inf
+    for end, text, color in sorted(labels):
+        y = max(end, lowest)
+        lowest = y + 0.07 * (top - bottom)
+        at = dict(xy=(1, y), xycoords=("axes fraction", "data"), annotation_clip=False)
+        beside = dict(xytext=(5, 0), textcoords="offset points", va="center")
+        axis.annotate(text, color=color, fontsize=9, **at, **beside)
 
 
 # -- runs
-
-
-def is_fineweb(run: LoggedRun) -> bool:
-    """Whether a run's data is FineWeb, where the published baselines mean something."""
-    return "fineweb" in str(run.config.get("data_dir", ""))
 
 
 def plot_run(log_dir: str | Path) -> Path:
@@ -141,7 +165,7 @@ def plot_run(log_dir: str | Path) -> Path:
 def render_run(run: LoggedRun) -> bytes:
     """The picture of a run as a PNG."""
     draws = [draw_loss]
-    if len(run.streams.get("hella", ([], []))[0]) > 1:
+    if scored([run]) and len(run.streams["hella"][0]) > 1:
         draws.append(draw_hellaswag)
     figure, axes = new_figure(1, len(draws))
     for axis, draw in zip(axes, draws, strict=True):
@@ -149,239 +173,183 @@ def render_run(run: LoggedRun) -> bytes:
     config = run.config
     size = f"{config['n_layer']} layers, {config['n_embd']} wide"
     batch = f"{config['total_batch_size']:,} tokens a step"
-    figure.suptitle(f"GPT-2, {size}, on {Path(config['data_dir']).name}, {batch}", fontsize=11)
+    figure.suptitle(f"GPT-2, {size}, on {text_of(run)}, {batch}", fontsize=11)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return picture.getvalue()
 
 
+def text_of(run: LoggedRun) -> str:
+    """The name of what a run is trained on: losses on different texts are not compared."""
+    return Path(run.config.get("data_dir", "?")).name
+
+
+def size_of(run: LoggedRun) -> str:
+    """The size of OpenAI's models that a run's model has, or ""."""
+    return SIZES.get((run.config.get("n_layer", 12), run.config.get("n_embd", 768)), "")
+
+
 def plot_along(draw, runs: list[LoggedRun], *by: str):
-    """A panel for each of `by` (step, tokens, time), drawn by draw_loss or draw_hellaswag."""
-    figure, axes = new_figure(1, len(by))
-    for axis, x in zip(axes, by, strict=True):
-        draw(axis, runs, x)
+    """A row of panels for each text, and in it one for each of `by` (step, tokens, time).
+
+    draw: draw_loss or draw_hellaswag.
+    """
+    texts = list(dict.fromkeys(text_of(run) for run in runs))
+    figure, axes = new_figure(len(texts), len(by))
+    panels = [(text, x) for text in texts for x in by]
+    for axis, (text, x) in zip(axes, panels, strict=True):
+        draw(axis, [run for run in runs if text_of(run) == text], x)
+        axis.set_title(f"on {text}", fontsize=10)
     return figure
 
 
 def draw_loss(axis, runs: list[LoggedRun], by: str = "step") -> None:
-    """Training loss, faint as it was and smoothed, and validation loss.
+    """Training loss, smoothed, in a band of one deviation; validation loss as dots.
 
-    The fall of the first steps may lie above the view.
+    The view ends a little above the losses of the last nine tenths of the steps.
     """
     alone = len(runs) == 1
-    tops = []  # the view reaches up to the highest of these losses
+    labels = []
+    tops = []
     validations = []
     for placed in place_on_x_axis(axis, runs, by):
         if "train" in placed.run.streams:
-            tops.append(draw_training_loss(axis, placed, alone))
+            end, top = draw_training_loss(axis, placed)
+            tops.append(top)
+            if alone:
+                labels.append((end, f"training {end:.2f}", placed.color))
         if "val" in placed.run.streams:
-            validations.append(draw_validation_loss(axis, placed, alone))
-            tops.append(placed.run.streams["val"][1][-1])
-    if not alone:
-        style = dict(color="white", markeredgecolor=BLACK, markersize=4.5)
-        axis.plot([], [], "o", label="validation", **style)
-    for size, loss in sorted({found for run in runs if (found := published_loss(run))}):
-        label = f"OpenAI's GPT-2 {size}, validation"
-        axis.axhline(loss, linestyle="--", label=label, **PUBLISHED)
+            name, color = ("validation", RED) if alone else (placed.run.name, placed.color)
+            line, top = draw_validation_loss(axis, placed, color)
+            tops.append(top)
+            validations.append(line)
+            end = line.get_ydata()[-1]
+            labels.append((end, f"{name} {end:.3f}", color))
+    for size, loss in {found for run in runs if (found := published_loss(run))}:
+        axis.axhline(loss, linestyle="--", **PUBLISHED)
+        labels.append((loss, f"OpenAI's {size} {loss:.3f}", BLACK))
     if tops:
         limit_losses(axis, max(tops), validations)
-    axis.set_ylabel("loss (nats per token)")
-    tidy(axis, loc="upper right")
+    dots = "" if alone else "; dots: validation"
+    axis.set_ylabel(f"loss (nats per token){dots}")
+    label_lines(axis, labels)
+
+
+def draw_training_loss(axis, placed: PlacedRun) -> tuple[float, float]:
+    """Draws the training loss -> its last smoothed value, and its highest in view."""
+    steps, losses = placed.run.streams["train"]
+    smoothed = draw_smoothed(axis, placed.x(steps), losses, placed.color)
+    in_view = np.array(steps) >= placed.run.last_step() / 10
+    return smoothed[-1], smoothed[in_view].max()
+
+
+def draw_validation_loss(axis, placed: PlacedRun, color: str) -> tuple[Any, float]:
+    """Draws the validation loss with a dot at each evaluation -> the line, its highest in view."""
+    steps, losses = placed.run.streams["val"]
+    size = 4.5 if len(losses) <= 25 else 3
+    dots = dict(markersize=size, markeredgewidth=0.5, markeredgecolor="white")
+    (line,) = axis.plot(placed.x(steps), losses, "o-", color=color, **dots)
+    in_view = np.array(steps) >= placed.run.last_step() / 10
+    return line, np.array(losses)[in_view].max()
 
 
 def published_loss(run: LoggedRun) -> tuple[str, float] | None:
     """The size and validation loss of OpenAI's model as large as this one, on the same text."""
-    if not is_fineweb(run):
-        return None
-    text = "FineWeb-Edu" if "edu" in str(run.config["data_dir"]) else "FineWeb"
-    size = SIZE_BY_LAYERS.get(run.config.get("n_layer", 12), "")
-    loss = GPT2_VAL_LOSS[text].get(size)
+    size = size_of(run)
+    loss = GPT2_VAL_LOSS.get(text_of(run), {}).get(size)
     return (size, loss) if loss else None
 
 
-def draw_training_loss(axis, placed: PlacedRun, alone: bool) -> float:
-    """Draws the training loss; returns its highest smoothed value after the first steps."""
-    steps, losses = placed.run.streams["train"]
-    window = min(50, max(1, len(losses) // 50))
-    smoothed = smooth(losses, window)
-    label = f"training, mean of {window}" if alone else placed.run.name
-    x = placed.x(steps)
-    axis.plot(x, losses, color=placed.color, alpha=0.2, linewidth=0.7)
-    axis.plot(x, smoothed, color=placed.color, linewidth=1.4, label=label)
-    first = len(losses) // (25 if len(losses) > 250 else 10)
-    return max(smoothed[first:])
-
-
-def draw_validation_loss(axis, placed: PlacedRun, alone: bool):
-    """Draws the validation loss with a dot at each evaluation; returns the line."""
-    steps, losses = placed.run.streams["val"]
-    if alone:
-        label = f"validation, {losses[-1]:.3f} at step {steps[-1]:,}"
-        style = dict(color=RED, markeredgecolor="white", label=label)
-    else:
-        style = dict(color=placed.color, markeredgecolor=BLACK)
-    size = 4.5 if len(losses) <= 25 else 3
-    x = placed.x(steps)
-    (line,) = axis.plot(x, losses, "o-", markersize=size, markeredgewidth=0.5, **style)
-    return line
-
-
 def limit_losses(axis, top: float, validations: list) -> None:
-    """Ends the view a little above `top`; what the validation lines have above it is taken out.
+    """Ends the view a little above `top`; of validations what lies above is taken out.
 
-    Otherwise a line would cross the picture from the loss of an untrained model, far above the
-    view, to the first evaluation in it.
+    Otherwise a line would cross the picture from the loss of an untrained model to the first
+    evaluation in view. Of a run alone, that loss is told by an arrow at the edge.
     """
     bottom = axis.dataLim.y0
     margin = 0.06 * (top - bottom) or 0.5
     axis.set_ylim(bottom - margin, top + margin)
     for line in validations:
-        losses = line.get_ydata()
-        line.set_ydata(np.where(losses > top + margin, np.nan, losses))
+        x, losses = line.get_data()
+        above = losses > top + margin
+        line.set_ydata(np.where(above, np.nan, losses))
+        if len(validations) == 1 and above[0]:
+            edge = axis.get_xaxis_transform()
+            axis.margins(x=0.08)
+            axis.plot(x[:1], [0.98], "^", color=line.get_color(), transform=edge)
+            under = dict(ha="center", va="top", transform=edge)
+            axis.text(x[0], 0.95, f"{losses[0]:.2f}", fontsize=9, color=line.get_color(), **under)
+
+
+def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
+    """The runs with a HellaSwag score on enough examples to show more than luck."""
+    return [run for run in runs if "hella" in run.streams and examples_of(run) >= FEWEST_EXAMPLES]
+
+
+def examples_of(run: LoggedRun) -> int:
+    """How many examples of HellaSwag a run was scored on; a log.txt alone does not say: all."""
+    totals = [record["total"] for record in run.records if record["type"] == "hella"]
+    return totals[-1] if totals else 10042
 
 
 def draw_hellaswag(axis, runs: list[LoggedRun], by: str = "step") -> None:
-    """HellaSwag accuracy with one standard error, against chance.
+    """HellaSwag accuracy in a band of one standard error, against chance.
 
-    For runs on FineWeb, against OpenAI's models of that size, too.
+    For runs on FineWeb, against OpenAI's models of that size, too. Scores on few examples are
+    left out.
     """
-    scored = [run for run in runs if "hella" in run.streams]
-    for placed in place_on_x_axis(axis, scored, by):
-        draw_accuracy(axis, placed)
-    layers = {run.config.get("n_layer", 12) for run in runs if is_fineweb(run)}
-    sizes = {SIZE_BY_LAYERS[n_layer] for n_layer in layers if n_layer in SIZE_BY_LAYERS}
-    for size in sorted(sizes):
-        gpt3 = f"OpenAI's GPT-3 {size}"
-        gpt2 = f"OpenAI's GPT-2 {size}"
-        axis.axhline(GPT3_HELLASWAG[size], linestyle="-.", label=gpt3, **PUBLISHED)
-        axis.axhline(GPT2_HELLASWAG[size], linestyle="--", label=gpt2, **PUBLISHED)
-    axis.axhline(0.25, color=GREY, linestyle=":", linewidth=1.2, label="chance")
-    bottom, top = axis.get_ylim()
-    _, labels = axis.get_legend_handles_labels()
-    axis.set_ylim(bottom, top + 0.1 * (top - bottom) * len(labels))  # room for the legend
+    labels = [(0.25, "chance", GREY)]
+    axis.axhline(0.25, color=GREY, linestyle=":", linewidth=1.2)
+    for placed in place_on_x_axis(axis, scored(runs), by):
+        steps, accuracies = placed.run.streams["hella"]
+        accuracy = np.array(accuracies)
+        error = np.sqrt(accuracy * (1 - accuracy) / examples_of(placed.run))
+        x = placed.x(steps)
+        band = dict(color=placed.color, alpha=0.2, linewidth=0)
+        axis.fill_between(x, accuracy - error, accuracy + error, **band)
+        axis.plot(x, accuracy, "o-", color=placed.color, markersize=3, linewidth=1.4)
+        labels.append((accuracies[-1], f"{placed.run.name} {accuracies[-1]:.3f}", placed.color))
+    for size in {size_of(run) for run in runs if published_loss(run)}:
+        for name, accuracies_by_size in {"GPT-2": GPT2_HELLASWAG, "GPT-3": GPT3_HELLASWAG}.items():
+            axis.axhline(accuracies_by_size[size], linestyle="--", **PUBLISHED)
+            labels.append((accuracies_by_size[size], f"OpenAI's {name} {size}", BLACK))
     axis.set_ylabel("HellaSwag accuracy (normalized)")
-    tidy(axis, loc="upper left")
-
-
-def draw_accuracy(axis, placed: PlacedRun) -> None:
-    """One run's accuracy and, as a band around it, its standard error."""
-    steps, accuracies = placed.run.streams["hella"]
-    accuracy = np.array(accuracies)
-    totals = [record["total"] for record in placed.run.records if record["type"] == "hella"]
-    total = totals[0] if totals else 10042  # a log.txt alone does not say: the validation split
-    error = np.sqrt(accuracy * (1 - accuracy) / total)
-    x = placed.x(steps)
-    label = f"{placed.run.name} ({total:,} examples)"
-    axis.plot(x, accuracy, "o-", color=placed.color, markersize=3, linewidth=1.4, label=label)
-    band = dict(color=placed.color, alpha=0.15, linewidth=0)
-    axis.fill_between(x, accuracy - error, accuracy + error, **band)
+    label_lines(axis, labels)
 
 
 def plot_training(runs: list[LoggedRun]):
-    """Learning rate, gradient norm, throughput and, where it was logged, MFU, by step."""
+    """Learning rate, gradient norm, throughput and, where it was logged, MFU, by step.
+
+    Several runs may lie far apart: their axes are logarithmic.
+    """
     labels = {
         "lr": "learning rate",
         "norm": "gradient norm, unclipped",
         "tokens_per_sec": "tokens/s",
+        "mfu": "MFU",
     }
-    shape = (1, 3)
-    if any(run.series("mfu")[0] for run in runs):
-        labels["mfu"] = "MFU"
-        shape = (2, 2)
-    figure, axes = new_figure(*shape, height=3.0)
-    for axis, (field, label) in zip(axes, labels.items(), strict=True):
-        draw_field(axis, runs, field)
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        axis.ticklabel_format(axis="y", scilimits=(-3, 5), useMathText=True)
+    fields = [field for field in labels if any(run.series(field)[0] for run in runs)]
+    figure, axes = new_figure(2, 2, height=3.0)
+    for axis, field in zip(axes, fields, strict=False):
+        for placed in place_on_x_axis(axis, runs, "step"):
+            steps, values = placed.run.series(field)
+            if field == "lr":
+                axis.plot(steps, values, color=placed.color, linewidth=1.4, label=placed.run.name)
+            elif values:
+                draw_smoothed(axis, np.array(steps), values, placed.color)
+        axis.set_ylabel(labels[field])
+        if len(runs) > 1 and field != "mfu":
+            axis.set_yscale("log")
+        else:
+            axis.set_ylim(bottom=0)
+    for axis in axes[len(fields) :]:
+        axis.remove()
     if len(runs) > 1:
-        handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower center", ncols=3, frameon=False)
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
-def draw_field(axis, runs: list[LoggedRun], field: str) -> None:
-    """A field of the training records by step, faint as it was and smoothed."""
-    for placed in place_on_x_axis(axis, runs, "step"):
-        steps, values = placed.run.series(field)
-        smoothed = values
-        if field != "lr":
-            smoothed = smooth(values, max(1, len(values) // 50))
-        axis.plot(steps, values, color=placed.color, alpha=0.25, linewidth=0.7)
-        axis.plot(steps, smoothed, color=placed.color, linewidth=1.4, label=placed.run.name)
-
-
-# -- measurements
-
-
-def plot_benchmark(name: str, rows: list[dict], machine: str):
-    """One comparison of bench.py on one machine."""
-    return plot_benchmarks([dict(device=dict(name=machine), benchmarks={name: dict(rows=rows)})])
-
-
-def plot_benchmarks(results: list[dict]):
-    """Results of bench.py: a row for each comparison, a column for each machine."""
-    from matplotlib.figure import Figure
-
-    panels = {}  # (comparison, place of the machine): the rows that did not fail
-    for i, result in enumerate(results):
-        for name, comparison in result["benchmarks"].items():
-            rows = [row for row in comparison["rows"] if "error" not in row]
-            if rows:
-                panels[name, i] = rows
-    heights: dict[str, float] = {}
-    for (name, _), rows in panels.items():
-        heights[name] = max(heights.get(name, 0), panel_height(name, rows))
-    names = list(heights)
-    inches = list(heights.values())
-    size = (9.6 * len(results), sum(inches))
-    figure = Figure(figsize=size, dpi=120, layout="constrained", facecolor="white")
-    parts = figure.subfigures(len(names), len(results), squeeze=False, height_ratios=inches)
-    for (name, i), rows in panels.items():
-        part = parts[names.index(name), i]
-        part.suptitle(f"{name}: {results[i]['device']['name']}", fontsize=10)
-        draw = {"attention": draw_curves, "recipes": draw_recipes}.get(name, draw_bars)
-        draw(part, rows)
-    return figure
-
-
-def panel_height(name: str, rows: list[dict]) -> float:
-    """Inches that a comparison takes: curves the same always, bars by their number."""
-    return {"attention": 4.0, "recipes": 7.0}.get(name, 1.2 + 0.32 * len(rows))
-
-
-def draw_bars(figure, rows: list[dict]) -> None:
-    """A bar for each row, as long as it is fast; orange where it is slower than its base."""
-    medians = [row["median"] for row in rows]
-    colors = [ORANGE if row.get("speedup", 1) < 0.98 else BLUE for row in rows]
-    labels = []
-    for row in rows:
-        digits = 1 if row["median"] < 1000 else 0
-        labels.append(f"{row['median']:,.{digits}f}  ({row['total']:.2f} ×)")
-    axis = figure.subplots()
-    bars = axis.barh([row["name"] for row in rows], medians, color=colors, height=0.65)
-    axis.bar_label(bars, labels, padding=4, fontsize=9)
-    axis.invert_yaxis()
-    axis.margins(x=0.2)
-    axis.set_xlabel(rows[0]["unit"])
-    axis.xaxis.set_major_formatter("{x:,g}")
-    tidy(axis)
-
-
-def draw_curves(figure, rows: list[dict]) -> None:
-    """Milliseconds by sequence length, a curve for each way."""
-    axis = figure.subplots()
-    ways = dict.fromkeys(row["way"] for row in rows)
-    for way, color in zip(ways, COLORS, strict=False):
-        lengths = [row["T"] for row in rows if row["way"] == way]
-        milliseconds = [row["ms"] for row in rows if row["way"] == way]
-        axis.loglog(lengths, milliseconds, "o-", color=color, label=way)
-    axis.set(xlabel="sequence length", ylabel="milliseconds, forward and backward")
-    lengths = sorted({row["T"] for row in rows})
-    axis.set_xticks(lengths, [f"{T:,}" for T in lengths])
-    axis.set_xticks([], minor=True)
-    axis.yaxis.set_major_formatter("{x:,g}")
-    tidy(axis)
+# -- recipes
 
 
 def best_recipes(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
@@ -446,80 +414,6 @@ def draw_recipe(axis, runs: list[dict], unit: float, xlabel: str) -> None:
     tidy(axis)
 
 
-# -- a model
-
-
-def attention_patterns(model, idx) -> np.ndarray:
-    """What the heads look at: idx (1, T) int64 -> (n_layer, nh, T, T).
-
-    Row t of a pattern has the weights with which position t looks at positions 0 to t.
-    """
-    import torch
-
-    layers = []  # of each: queries, keys and values, (1, T, 3C)
-
-    def remember(_module, _inputs, output) -> None:
-        layers.append(output)
-
-    hooks = [block.attn.c_attn.register_forward_hook(remember) for block in model.transformer.h]
-    try:
-        with torch.no_grad():
-            model.hidden(idx)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    T = idx.size(1)
-    qkv = torch.cat(layers).float().unflatten(-1, (3, model.config.n_head, -1))
-    q, k, _ = qkv.permute(2, 0, 3, 1, 4)  # each (n_layer, nh, T, hs)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-    future = torch.ones(T, T, dtype=torch.bool, device=idx.device).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1).cpu().numpy()
-
-
-def draw_matrix(axis, matrix: np.ndarray, **colors) -> None:
-    """A matrix as an image with its colour bar.
-
-    Without `colors`: blue below zero and red above, up to the 99th percentile, in steps, which
-    make the file small.
-    """
-    import matplotlib
-
-    if not colors:
-        top = np.percentile(np.abs(matrix), 99)
-        colors = dict(cmap=matplotlib.colormaps["RdBu_r"].resampled(17), vmin=-top, vmax=top)
-    # nearest: averaging 1,024 rows into fewer pixels would draw stripes that are not there
-    image = axis.imshow(matrix, aspect="auto", interpolation="nearest", **colors)
-    extend = "both" if image.norm.vmin < 0 else "neither"
-    axis.figure.colorbar(image, ax=axis, label="weight", extend=extend, pad=0.02)
-
-
-def plot_heads(patterns: np.ndarray):
-    """The patterns of all heads (n_layer, nh, T, T), a row a layer: which head to enlarge."""
-    L, nh, T, _ = patterns.shape
-    edge = (0, 1)  # a line between heads
-    framed = np.pad(patterns, ((0, 0), (0, 0), edge, edge), constant_values=np.nan)
-    picture = framed.transpose(0, 2, 1, 3).reshape(L * (T + 1), nh * (T + 1))
-    figure, (axis,) = new_figure(1, 1, height=min(9.6, max(3.0, 8.4 * L / nh)))
-    axis.set_facecolor(GREY)
-    axis.imshow(picture, cmap="Blues", vmin=0, vmax=1)
-    axis.set_xticks(np.arange(nh) * (T + 1) + T / 2, range(nh))
-    axis.set_yticks(np.arange(L) * (T + 1) + T / 2, range(L))
-    title = "attention patterns of all heads: white 0, blue 1"
-    axis.set(xlabel="head", ylabel="layer", title=title)
-    return figure
-
-
-def plot_attention(pattern: np.ndarray, tokens: list[str], title: str):
-    """One head's pattern (T, T) on a text: a row's token looks at the columns' tokens."""
-    figure, (axis,) = new_figure(1, 1, height=6.4)
-    draw_matrix(axis, pattern, cmap="Blues", vmin=0, vmax=pattern.max())
-    labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
-    axis.set_xticks(range(len(tokens)), labels, rotation=90)
-    axis.set_yticks(range(len(tokens)), labels)
-    axis.set(xlabel="looked at", ylabel="looking", title=title)
-    return figure
-
-
 # -- text
 
 
@@ -536,3 +430,44 @@ def table(header: list[str], rows: list[list]):
 
     lines = [line("th", header), *[line("td", row) for row in rows]]
     return HTML("<table>" + "\n".join(lines) + "</table>")
+
+
+def table_of_runs(runs: list[LoggedRun]):
+    """A row for each run: its size, length and last losses; HellaSwag with n and its error."""
+    header = "run, text, layers × channels, steps × tokens, hours, validation loss, HellaSwag"
+    return table(header.split(", "), [describe_results(run) for run in runs])
+
+
+def describe_results(run: LoggedRun) -> list[str]:
+    """The cells of table_of_runs; a dash where nothing is known."""
+    walls = run.series("wall")[1]
+    losses = run.streams.get("val", ([], []))[1]
+    score = "–"
+    if "hella" in run.streams:
+        accuracy = run.streams["hella"][1][-1]
+        n = examples_of(run)
+        score = f"{accuracy:.3f} ± {math.sqrt(accuracy * (1 - accuracy) / n):.3f} (n = {n:,})"
+    return [
+        run.name,
+        text_of(run),
+        f"{run.config.get('n_layer', '?')} × {run.config.get('n_embd', '?')}",
+        f"{run.last_step():,} × {run.config.get('total_batch_size', '?')}",
+        f"{walls[-1] / 3600:.2f}" if walls else "–",
+        f"{losses[-1]:.4f}" if losses else "–",
+        score,
+    ]
+
+
+def tables_of_samples(runs: list[LoggedRun]) -> list:
+    """For each run with samples a table: those of the first, the middle and the last step."""
+    tables = []
+    for run in runs:
+        records = [record for record in run.records if record["type"] == "samples"]
+        shown = [
+            records[i] for i in sorted({0, len(records) // 2, len(records) - 1} if records else {})
+        ]
+        if shown:
+            header = [f"{run.name}, step {record['step']:,}" for record in shown]
+            rows = zip(*[record["samples"] for record in shown], strict=False)
+            tables.append(table(header, [list(row) for row in rows]))
+    return tables
