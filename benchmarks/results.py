@@ -22,7 +22,6 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "start_s": ("start s", ".1f"),
     "loss": ("first loss", ".4f"),
     "right": ("right", ".0f"),
-    "val_loss": ("validation loss", ".4f"),
     "error": ("failed", ""),
 }
 
