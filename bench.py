@@ -7,6 +7,7 @@ python bench.py --report A.json B.json     the results of several machines in on
 What is compared takes turns (benchmarks/turns.py); figures are medians of turns.
 """
 
+import math
 import os
 import shlex
 import sys
@@ -24,13 +25,12 @@ from benchmarks.hot_paths import (
     compare_scoring,
     compare_tokenizing,
 )
-from benchmarks.recipes import SCALES, sweep_recipes
 from benchmarks.results import print_report, read_result, write_result
 from benchmarks.training_step import training
 from benchmarks.turns import Side, measure
 from config import GPT2_SIZES
 from model import GPT, GPTConfig
-from support.common import UserError, read_flags, run_script
+from support.common import read_flags, run_script
 from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
 from support.report import describe_run, dtype_name
@@ -53,8 +53,7 @@ class BenchConfig:
     generate: bool = False  # 128 tokens with and without a KV cache; limit: the memory's bandwidth
     hellaswag: bool = False  # in batches and one example at a time; limit: the matmul peak
     data: bool = False  # text to shards, by build-nanogpt's loop too; limit: the bare tokenizer
-    recipes: bool = False  # AdamW and Muon on small models: validation loss by tokens and time
-    report: tuple[str, ...] = ()  # measure nothing: these JSON files in one table and one plot
+    report: tuple[str, ...] | None = None  # only these JSON files, in one table and one plot
 
     # -- size: How much of it.
     model: ModelName = "gpt2"  # its size; tiny is for tests
@@ -66,11 +65,6 @@ class BenchConfig:
     hellaswag_path: str = ""  # a jsonl file for --hellaswag; empty = download it
     examples: int = 48  # of HellaSwag, drawn at random: the first ones of the file are short
     megabytes: int = 50  # of text for --data
-    data_dir: str = "data/stdlib-pieces"  # shards for --recipes; complete runs beside OUT stay
-    scales: tuple[str, ...] = tuple(SCALES)  # of --recipes: parameters outside the embedding
-    learning_rates: tuple[float, ...] = (4e-3, 8e-3)  # of --recipes; more until the best is inside
-    seeds: tuple[int, ...] = (0, 1, 2)  # of --recipes: the first for all, the others for the best
-    recipe_steps: int = 100  # of 2,048 tokens
 
     # -- computation: How it computes, and where the results go.
     device: str = "auto"  # auto | cuda | mps | cpu
@@ -79,33 +73,28 @@ class BenchConfig:
     out: str = "log/bench"  # results go to OUT.json and OUT.png
 
 
-def check_flags(config: BenchConfig) -> None:
-    """Raises UserError that names every value that cannot be."""
+def check_flags(config: BenchConfig) -> list[str]:
+    """Every problem of the flags, a sentence each; an empty list if there is none."""
     least = dict(
         rounds=1,
+        turn=0,
         max_batch=1,
         batch_size=0,
         sequence_length=0,
         examples=1,
         megabytes=1,
-        recipe_steps=2,
     )
     problems = []
     for name, n in least.items():
         value = getattr(config, name)
-        if value < n:
-            problems.append(f"--{name.replace('_', '-')} {value}: at least {n}")
-    for scale in config.scales:
-        if scale not in SCALES:
-            problems.append(f"--scales {scale}: one of {', '.join(SCALES)}")
-    if config.recipes and not Path(config.data_dir).is_dir():
-        make = "make data/stdlib-pieces with python -m benchmarks.recipes"
-        problems.append(f"--data-dir {config.data_dir} does not exist: {make}")
+        if not n <= value < math.inf:  # nan is neither
+            problems.append(f"--{name.replace('_', '-')} {value}: at least {n} is expected")
+    if config.report == ():
+        problems.append("--report: name the JSON files that bench.py wrote, one or more")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         own = "bench.py starts its own processes"
         problems.append(f"{own}: use python bench.py --scaling, not torchrun")
-    if problems:
-        raise UserError("; ".join(problems))
+    return problems
 
 
 # -- the machine
@@ -320,7 +309,6 @@ BENCHMARKS = {
     "generate": compare_generation,
     "hellaswag": compare_scoring,
     "data": compare_tokenizing,
-    "recipes": sweep_recipes,
 }
 
 
@@ -350,7 +338,10 @@ def run_benchmarks(config: BenchConfig) -> dict:
 
 def main() -> None:
     config = read_flags(BenchConfig)
-    check_flags(config)
+    problems = check_flags(config)
+    if problems:
+        print("\n".join(f"bench.py: {problem}" for problem in problems), file=sys.stderr)
+        sys.exit(2)
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
     if config.report:
         print_report([read_result(path) for path in config.report], config.out)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from support.common import UserError
-from support.plots import BLUE, COLORS, GREY, PALE, RED, draw_recipes, tidy
+from support.plots import BLUE, COLORS, GREY, PALE, RED, tidy
 
 COLUMNS = {  # of a table, where a row has them: heading and format
     "machine": ("machine", ""),
@@ -21,7 +21,6 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "start_s": ("start s", ".1f"),
     "loss": ("first loss", ".4f"),
     "right": ("right", ".0f"),
-    "val_loss": ("validation loss", ".4f"),
     "error": ("failed", ""),
 }
 
@@ -137,7 +136,6 @@ TITLES = {
     "generate": "Generation of 128 tokens",
     "hellaswag": "Scoring HellaSwag",
     "data": "Text to token shards",
-    "recipes": "AdamW and Muon on small models",
 }
 
 
@@ -162,21 +160,21 @@ def plot_benchmarks(results: list[dict]):
     for (name, i), rows in panels.items():
         part = parts[names.index(name), i]
         part.suptitle(describe_panel(name, results[i]), fontsize=10)
-        draw = {"attention": draw_curves, "recipes": draw_recipes}.get(name, draw_bars)
+        draw = draw_curves if name == "attention" else draw_bars
         draw(part, rows)
     return figure
 
 
 def panel_height(name: str, rows: list[dict]) -> float:
     """Inches that a comparison takes: curves the same always, bars by their number."""
-    return {"attention": 4.0, "recipes": 7.0}.get(name, 1.7 + 0.45 * len(rows))
+    return 4.0 if name == "attention" else 1.7 + 0.45 * len(rows)
 
 
 def describe_panel(name: str, result: dict) -> str:
     """A title, and below it what was computed and on which machine."""
     config = result.get("config", {})
     what = ""
-    if name not in ("data", "recipes", "attention"):
+    if name not in ("data", "attention"):
         what = f"{config['model']}, "
     if name in ("ladder", "against", "optimizers", "scaling"):
         what += f"{config['batch_size']} sequences of {config['sequence_length']:,} tokens, "

@@ -117,7 +117,7 @@ def read_flags(config_class, default=None, args: list[str] | None = None):
     import tyro
 
     default = default or config_class()
-    hints = get_type_hints(config_class)
+    hints = get_type_hints(config_class, include_extras=True)
     boxes = []
     for title, about, comments in headings(config_class):
         flags = [

@@ -3,6 +3,7 @@
 import gc
 import html
 import io
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -349,68 +350,45 @@ def plot_training(runs: list[LoggedRun]):
     return figure
 
 
-# -- recipes
+# -- comparisons
 
 
-def best_recipes(rows: list[dict]) -> dict[tuple[str, str], list[dict]]:
-    """(scale, optimizer): its runs with the learning rate that is best.
-
-    The best by the seed that all learning rates share, which is that of the first run.
-    """
-    tried: dict[tuple[str, str], list[dict]] = {}
-    for row in rows:
-        if "val_loss" in row:
-            tried.setdefault((row["scale"], row["optimizer"]), []).append(row)
-    best = {}
-    for key, runs in tried.items():
-        comparable = [run for run in runs if run["seed"] == runs[0]["seed"]]
-        rate = min(comparable, key=lambda run: run["val_loss"])["learning_rate"]
-        best[key] = [run for run in runs if run["learning_rate"] == rate]
-    return best
-
-
-def recipe_speeds(rows: list[dict]) -> dict[tuple[str, str], float]:
-    """(scale, optimizer): tokens a second. AdamW's is what stood beside Muon's, turn by turn."""
-    speeds = {(row["scale"], row["optimizer"]): row["median"] for row in rows if "median" in row}
-    return speeds | {(row["scale"], "adamw"): row["beside"] for row in rows if "beside" in row}
-
-
-def draw_recipes(figure, rows: list[dict]) -> None:
-    """Validation loss by tokens and by time, a column for each scale, at the best learning rates.
-
-    The view holds what comes after the second evaluation: a run that begins with a loss of 20
-    enters from above.
-    """
-    scales = list(dict.fromkeys(row["scale"] for row in rows))
-    speeds = recipe_speeds(rows)
-    axes = figure.subplots(2, len(scales), squeeze=False, sharey=True)
-    in_view = []
-    for (scale, optimizer), runs in best_recipes(rows).items():
-        column = scales.index(scale)
-        tokens_per_second = speeds.get((scale, optimizer), math.nan)  # nan: not measured yet
-        draw_recipe(axes[0, column], runs, 1000, "tokens (thousands)")
-        draw_recipe(axes[1, column], runs, tokens_per_second, "seconds")
-        for run in runs:
-            in_view += run["losses"][2:]
-    for axis in axes[:, 0]:
-        axis.set_ylabel("validation loss")
-    if in_view:
-        axes[0, 0].set_ylim(min(in_view) - 0.1, max(in_view) + 0.3)
+def plot_comparison(result: dict):
+    """What compare.py found: validation losses by tokens, and the differences to the base."""
+    figure, (losses, differences) = new_figure(1, 2)
+    tops = []
+    for arm, color in zip(result["arms"], itertools.cycle(COLORS)):
+        label = arm["name"]
+        for run in arm["runs"]:
+            if run["val_loss"] is not None:
+                x = np.array(run["tokens"][1:]) / 1e6
+                style = dict(color=color, linewidth=1.2, alpha=0.8, label=label)
+                losses.plot(x, run["losses"][1:], **style)
+                label = None  # once is enough for all seeds
+                tops.append(run["losses"][min(2, len(run["losses"]) - 1)])
+    if tops:
+        losses.set_ylim(top=max(tops))  # the fall of the first steps may lie above the view
+    losses.set(xlabel="tokens (millions)", ylabel="validation loss", title="a line for each seed")
+    losses.xaxis.set_major_formatter("{x:,g}")
+    tidy(losses)
+    draw_differences(differences, result["arms"][1:])
+    return figure
 
 
-def draw_recipe(axis, runs: list[dict], unit: float, xlabel: str) -> None:
-    """The validation losses of one recipe, a line for each seed; unit: tokens."""
-    recipe = runs[0]
-    color = {"adamw": BLUE, "muon": RED}[recipe["optimizer"]]
-    label = f"{recipe['optimizer']}, {recipe['learning_rate']:g}"
-    for i, run in enumerate(runs):
-        x = np.array(run["tokens"][1:]) / unit
-        (line,) = axis.plot(x, run["losses"][1:], color=color, alpha=0.8, linewidth=1.2)
-        if i == 0:  # once is enough for all seeds
-            line.set_label(label)
-    axis.set(xlabel=xlabel, title=f"{recipe['scale']} parameters")
-    axis.xaxis.set_major_formatter("{x:,g}")
-    axis.locator_params(axis="x", nbins=5)
+def draw_differences(axis, arms: list[dict]) -> None:
+    """Each arm's differences to the base, a dot for each seed, and the mean with its interval."""
+    for y, (arm, color) in enumerate(zip(arms, itertools.cycle(COLORS[1:]))):
+        against = arm["against"]
+        if "mean" in against:
+            axis.plot(against["differences"], [y] * len(against["differences"]), "o", color=GREY)
+            bar = dict(fmt="D", color=color, capsize=5, linewidth=1.6)
+            axis.errorbar(against["mean"], y + 0.15, xerr=against["half"], **bar)
+    axis.axvline(0, color=BLACK, linewidth=1)
+    axis.set_yticks(range(len(arms)), [arm["name"] for arm in arms])
+    axis.set_ylim(-0.5, len(arms) - 0.5)
+    axis.invert_yaxis()
+    title = "each seed (dots), mean and 95% interval"
+    axis.set(xlabel="final validation loss minus the base's", title=title)
     tidy(axis)
 
 

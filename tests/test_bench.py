@@ -4,21 +4,19 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_script
 
 import bench
 from bench import BenchConfig, Machine
-from benchmarks import hot_paths, recipes, results, training_step, turns
+from benchmarks import hot_paths, results, training_step, turns
 from benchmarks.turns import Side
 from model import GPT, GPTConfig
 from support.common import UserError
 from support.distributed import World
-from support.tokenizer import EOT, VOCAB_SIZE
+from support.tokenizer import VOCAB_SIZE
 
 CPU = torch.device("cpu")
 SIZE = bench.MODELS["tiny"]
@@ -210,92 +208,6 @@ def test_scoring_one_by_one_is_what_hellaswag_py_does():
     assert hot_paths.score_one_by_one(model, examples, CPU, torch.float32) == right
 
 
-def fake_recipe(c, name, optimizer, learning_rate, seed, **size) -> dict:
-    """Best at 4e-3 for AdamW, at 16e-3 for Muon, which is there in half of the steps.
-
-    Above 0.02 it diverges.
-    """
-    if learning_rate > 0.02:
-        return dict(error="diverged")
-    if optimizer == "adamw":
-        last = 3.0 + abs(math.log(learning_rate / 4e-3))
-        losses = [5.0, 4.0, 3.5, 3.2, last]
-    else:
-        last = 2.0 + abs(math.log(learning_rate / 16e-3))
-        losses = [5.0, 4.0, 3.0, 2.5, last]
-    return dict(val_loss=last, losses=losses, tokens=[0, 1, 2, 3, 4])
-
-
-def test_recipes_are_swept_until_the_best_is_inside(monkeypatch):
-    trained = []
-    # AdamW's first turns: a slow minute
-    timed = {"adamw": dict(median=500), "muon": dict(median=800, beside=1000)}
-
-    def train_recipe(c, name, **values):
-        trained.append(name)
-        return fake_recipe(c, name, **values)
-
-    def measure(sides):
-        return [dict(name=side.name) | timed[side.options["optimizer"]] for side in sides]
-
-    monkeypatch.setattr(recipes, "train_recipe", train_recipe)
-    m = machine(scales=("1M",), learning_rates=(2e-3, 4e-3), seeds=(0, 1))
-    monkeypatch.setattr(m, "measure", measure)
-    rows = list(recipes.sweep_recipes(m))
-    assert trained[:4] == [
-        "1M adamw 0.002 seed 0",
-        "1M adamw 0.004 seed 0",
-        "1M adamw 0.008 seed 0",
-        "1M adamw 0.004 seed 1",
-    ]
-    assert trained[-2:] == ["1M muon 0.032 seed 0", "1M muon 0.016 seed 1"]
-    (note,) = m.notes
-    assert "0.50 of its tokens (0.50 to 0.50) and 0.62 of its time" in note
-    assert "2 seed(s)" in note
-    assert [row["name"] for row in rows] == [*trained, "1M adamw, a step", "1M muon, a step"]
-    monkeypatch.setattr(recipes, "train_recipe", lambda c, name, **v: dict(error="diverged"))
-    with pytest.raises(UserError, match=r"no learning rate of \[0\.002, 0\.004\] gave a loss"):
-        list(recipes.sweep_recipes(m))
-
-
-def test_recipes_train_on_pieces_of_documents_in_another_order(shards, tmp_path):
-    missing = r"nowhere does not exist: make .* with python -m benchmarks\.recipes"
-    with pytest.raises(UserError, match=missing):
-        bench.check_flags(BenchConfig(recipes=True, data_dir="nowhere"))
-    recipes.cut_documents(str(shards), str(tmp_path / "pieces"), most=8)
-    before = np.load(shards / "toy_train_000001.npy")
-    after = np.load(tmp_path / "pieces" / "toy_train_000001.npy")
-    starts = np.flatnonzero(after == EOT)
-    assert starts[0] == 0 and np.diff(starts).max() == 8 and after.dtype == np.uint16
-    assert sorted(after[after != EOT]) == sorted(before[before != EOT])
-    assert (after[:100] != before[:100]).any()
-    with pytest.raises(UserError, match="is there already"):
-        recipes.cut_documents(str(shards), str(tmp_path / "pieces"))
-    missing = r"no shards in .*nothing: make them with python fineweb\.py"
-    with pytest.raises(UserError, match=missing):
-        recipes.cut_documents(str(tmp_path / "nothing"), str(tmp_path / "none"))
-
-
-def test_a_recipe_is_a_run_of_training_and_never_trained_twice(shards, tmp_path, monkeypatch):
-    config = BenchConfig(
-        data_dir=str(shards),
-        recipe_steps=2,
-        compile=False,
-        dtype="float32",
-        out=str(tmp_path / "out"),
-    )
-    recipe = dict(optimizer="muon", learning_rate=1e-3, seed=0, **SIZE)
-    row = recipes.train_recipe(config, "tiny muon", **recipe)
-    assert row["tokens"] == [0, 2048, 4096] and len(row["losses"]) == 3
-    assert row["val_loss"] == row["losses"][-1] < 10.9
-    again = SimpleNamespace(returncode=1, stderr="trained again")
-    monkeypatch.setattr(recipes.subprocess, "run", lambda command, **_: again)
-    assert recipes.train_recipe(config, "tiny muon", **recipe) == row
-    other = recipe | dict(seed=1)
-    with pytest.raises(UserError, match="trained again"):  # under the same name, but another run
-        recipes.train_recipe(config, "tiny muon", **other)
-
-
 def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):
     flags = ["--model", "tiny", "--sequence-length", 16, "--rounds", 1, "--turn", 0]
     flags += ["--no-compile", "--sweep", "batch", "--max-batch", 1, "--out", tmp_path / "here"]
@@ -319,11 +231,19 @@ def test_a_result_is_written_and_results_of_several_machines_merge(tmp_path):
     assert (tmp_path / "here.png").exists()
 
 
-def test_mistakes_are_told_together_and_in_one_line(monkeypatch):
-    with pytest.raises(UserError, match=r"--rounds 0: at least 1; --scales 2M: one of 1M, 3M, 8M"):
-        bench.check_flags(BenchConfig(rounds=0, scales=("2M",)))
+def test_mistakes_are_told_together_each_in_one_line(monkeypatch, capsys):
+    wrong = ["--rounds", "0", "--turn", "-1", "--report"]
+    monkeypatch.setattr("sys.argv", ["bench.py", *wrong])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "bench.py: --rounds 0: at least 1 is expected",
+        "bench.py: --turn -1.0: at least 0 is expected",
+        "bench.py: --report: name the JSON files that bench.py wrote, one or more",
+    ]
+    assert bench.check_flags(BenchConfig(turn=math.nan))
     with pytest.raises(UserError, match=r"not a result of bench\.py"):
         results.read_result(str(Path(ROOT, "pyproject.toml")))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="not torchrun"):
-        bench.check_flags(BenchConfig())
+    assert "not torchrun" in bench.check_flags(BenchConfig())[0]

@@ -265,16 +265,23 @@ def test_every_comparison_of_the_benchmark_is_drawn_and_a_failed_row_is_left_out
     ]
     (axis,) = draw_benchmark("attention", curves).axes
     assert [line.get_label() for line in axis.lines] == ["written out", "fused"]
-    curve = dict(scale="1M", losses=[9, 5, 4], tokens=[0, 10, 20], seconds=[0, 1, 2], val_loss=4)
-    recipes = [
-        curve | dict(optimizer="adamw", learning_rate=1, seed=0),
-        curve | dict(optimizer="muon", learning_rate=1, seed=0),
-        curve | dict(optimizer="muon", learning_rate=1, seed=1),
-        curve | dict(optimizer="adamw", learning_rate=2, seed=0, val_loss=5),
-    ]
-    axes = draw_benchmark("recipes", recipes).axes
-    # by tokens and by time; AdamW's worse learning rate is left out
-    assert [len(axis.lines) for axis in axes] == [3, 3]
+
+
+def test_a_comparison_has_a_line_a_run_and_a_mean_beside_the_dots_of_each_arm():
+    def arm(name, *lasts, **against):
+        runs = []
+        for last in lasts:
+            losses = None if last is None else [9, 5, last]
+            runs.append(dict(val_loss=last, losses=losses, tokens=[0, 10**6, 2 * 10**6]))
+        return dict(name=name, runs=runs, against=against)
+
+    better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
+    arms = [arm("base", 4, 4), arm("better", 2.9, 3.1, **better), arm("worse", 4, None)]
+    losses, differences = plots.plot_comparison(dict(arms=arms)).axes
+    assert len(losses.lines) == 5 and losses.get_ylim()[1] == 4
+    assert losses.get_legend_handles_labels()[1] == ["base", "better", "worse"]
+    assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
+    assert [label.get_text() for label in differences.get_yticklabels()] == ["better", "worse"]
 
 
 @pytest.mark.parametrize(
