@@ -144,15 +144,19 @@ PRESETS = {
 }
 
 
-def parse_command_line(args: list[str]) -> TrainConfig:
-    """The configuration: the preset that is named, with every other flag laid over it."""
+def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any:
+    """The configuration: the preset that is named, with every other flag laid over it.
+
+    config_class: TrainConfig, or a dataclass that adds flags to it (plan.py).
+    """
     preset = "gpt2"
     for flag, value in pairwise([*args, ""]):
         if flag == "--preset":
             preset = value
         elif flag.startswith("--preset="):
             preset = flag.removeprefix("--preset=")
-    return read_flags(TrainConfig, PRESETS.get(preset, PRESETS["gpt2"]), args)
+    default = config_class(**vars(PRESETS.get(preset, PRESETS["gpt2"])))
+    return read_flags(config_class, default, args)
 
 
 AT_LEAST_1 = """n_layer n_head n_embd sequence_length total_batch_size max_steps sample_tokens
@@ -183,10 +187,10 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
     return problems
 
 
-def out_of_range(c: TrainConfig) -> list[str]:
+def out_of_range(c: TrainConfig, ranges=RANGES) -> list[str]:
     """Values that cannot be, whatever the others are."""
     problems = []
-    for names, fits, words in RANGES:
+    for names, fits, words in ranges:
         for name in names.split():
             value = getattr(c, name)
             largest = LARGEST if isinstance(value, int) else sys.float_info.max

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from dataclasses import field, fields, make_dataclass
+from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -140,11 +140,15 @@ def read_flags(config_class, default=None, args: list[str] | None = None):
     return config_class(**values)
 
 
-def headings(config_class) -> list[tuple[str, str, dict[str, str]]]:
-    """The headings in the source of a dataclass: title, what it is about, {field: its comment}."""
+def headings(config_class: type) -> list[tuple[str, str, dict[str, str]]]:
+    """The headings in the source of a dataclass: title, what it is about, {field: its comment}.
+
+    Those of the dataclass that it extends come first.
+    """
     names = {f.name for f in fields(config_class)}
     found: list[tuple[str, str, dict[str, str]]] = [("other", "", {})]
-    for line in inspect.getsource(config_class).splitlines():
+    sources = [inspect.getsource(c) for c in config_class.__mro__[::-1] if is_dataclass(c)]
+    for line in "\n".join(sources).splitlines():
         heading = re.fullmatch(r"    # -- (\w+): (.+)", line)
         name = re.match(r"    (\w+):", line)
         if heading:

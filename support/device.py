@@ -138,6 +138,19 @@ PEAKS = {
 }
 
 
+def published_peak(name: str, dtype: torch.dtype, tf32: bool) -> tuple[float, str] | None:
+    """Operations a second of the GPU that CUDA calls so, and their source; None if unknown.
+
+    tf32: whether matmuls of float32 are done in TF32, where there is TF32.
+    """
+    for pattern, (float32, with_tf32, half, source) in PEAKS.items():
+        if re.fullmatch(pattern, name):
+            if dtype != torch.float32:
+                return 1e12 * half, source
+            return 1e12 * (with_tf32 if tf32 and with_tf32 else float32), source
+    return None
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Operations a second that MFU is measured against, and their source.
 
@@ -147,11 +160,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda":
         modern = torch.cuda.get_device_capability(device) >= (8, 0)
         tf32 = modern and torch.get_float32_matmul_precision() != "highest"
-        for pattern, (float32, with_tf32, half, source) in PEAKS.items():
-            if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
-                if dtype != torch.float32:
-                    return 1e12 * half, source
-                return 1e12 * (with_tf32 if tf32 and with_tf32 else float32), source
+        published = published_peak(torch.cuda.get_device_name(device), dtype, tf32)
+        if published:
+            return published
     n = 2048 if device.type == "cpu" else 4096  # smaller ones are slower
     if device.type == "cpu" and dtype == torch.float16:
         n = 512  # a CPU emulates it: larger ones take minutes

@@ -1,6 +1,5 @@
 """The micro-batch finds its own size."""
 
-import math
 import os
 
 import torch
@@ -8,6 +7,7 @@ import torch
 from support.common import UserError
 from support.device import autocast, free_memory, total_memory
 from support.distributed import World
+from support.memory import HEADROOM, estimate_memory, largest_batch, room_beside_weights
 from support.tokenizer import VOCAB_SIZE
 
 
@@ -15,52 +15,65 @@ def fit_batch_size(raw, config, world: World, dtype: torch.dtype) -> int:
     """The largest power of two up to 64 that divides the batch and fits in memory.
 
     It is the same on every process. On a GPU it tries. On a CPU, where running out of memory
-    raises nothing, and with fsdp, where a process that fails would leave the others waiting, what
-    the backward pass needs is estimated, and must stay within half of the free memory.
+    raises nothing, and with fsdp, where a process that fails would leave the others waiting, it
+    takes the estimate of support/memory.py.
     """
     T = config.sequence_length
-    B = math.gcd(64, config.total_batch_size // T // world.size)
+    sequences = config.total_batch_size // T // world.size
     if world.device.type == "cuda" and world.sharding != "fsdp":
-        while B > 1 and world.any(runs_out_of_memory(raw, B, T, world, dtype)):
-            B //= 2
+        B = largest_batch(
+            sequences,
+            lambda B: not world.any(runs_out_of_memory(raw, B, T, world, dtype)),
+        )
         torch.cuda.reset_peak_memory_stats()
         return B
-    room, per_token = estimate_memory(raw, world, dtype)
-    while world.any(B > 1 and B * T * per_token > room):
-        B //= 2
-    return B
+    room = room_beside_weights(find_free_memory(world.device), world.device.type)
+    muon = config.optimizer == "muon"
+
+    def fits(B: int) -> bool:
+        parts = parts_of_memory(raw, B, T, world, dtype, muon)
+        return not world.any(sum(parts.values()) - parts["weights"] > room)
+
+    return largest_batch(sequences, fits)
 
 
-def estimate_memory(raw, world: World, dtype: torch.dtype) -> tuple[float, int]:
-    """Bytes that activations may take in this process, and bytes that a token needs."""
-    known = free_memory(world.device)
-    free = (4 * 2**30 if known is None else known) / 2  # 4 GB where the system does not say
-    if world.device.type == "cpu":
-        free /= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    state = 12.0 * raw.num_params()  # gradients and two moments
-    if world.sharding == "fsdp":
-        state /= world.size
-    c = raw.config
-    values = 18 * c.n_layer  # kept for each token and channel
-    if c.activation_checkpointing:
-        values = 18 + c.n_layer
-    width = 4 if dtype == torch.float32 else 3  # bytes: 16 bits, with some float32 beside them
-    return free - state, width * values * c.n_embd
+def parts_of_memory(
+    raw, B: int, T: int, world: World, dtype: torch.dtype, muon: bool = False
+) -> dict[str, int]:
+    """What this process needs, by part (memory.estimate_memory)."""
+    return estimate_memory(
+        raw.config,
+        B=B,
+        T=T,
+        width=dtype.itemsize,
+        device=world.device.type,
+        sharding=world.sharding,
+        processes=world.size,
+        muon=muon,
+    )
+
+
+def find_free_memory(device: torch.device) -> float:
+    """Bytes that this process may count on: its share, where processes share a machine's memory."""
+    known = free_memory(device)
+    free = 4 * 2**30 if known is None else known  # 4 GB where the system does not say
+    if device.type == "cpu":
+        return free / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return free
 
 
 def runs_out_of_memory(raw, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
     """Whether a micro-batch of B sequences is too much for this GPU.
 
-    Beside it there must be room for weights, gradients, AdamW's two moments, the buckets in which
-    DDP averages gradients, and 3% of all memory, because the allocator cannot fill every hole.
+    Beside it there must be room for AdamW's two moments, the buckets in which DDP averages
+    gradients, and 3% of all memory, because the allocator cannot fill every hole.
     """
-    N = sum(p.numel() for p in raw.parameters())
-    floats = 2 * N // (world.size if world.sharding == "zero1" else 1)
-    if world.size > 1:
-        floats += N
+    parts = parts_of_memory(raw, B, T, world, dtype)
+    beside = parts["moments"] + parts["buckets"]
+    spare = round(HEADROOM * total_memory(world.device))
     try:
-        taken = torch.empty(floats, device=world.device)
-        headroom = torch.empty(total_memory(world.device) * 3 // 100 // 4, device=world.device)
+        taken = torch.empty(beside, dtype=torch.uint8, device=world.device)
+        headroom = torch.empty(spare, dtype=torch.uint8, device=world.device)
         x = torch.zeros(B, T, dtype=torch.int64, device=world.device)
         # from the second micro-step on, the gradients are there before the activations
         for _ in range(2):

@@ -19,6 +19,7 @@ from bench import BenchConfig
 from config import TrainConfig
 from fineweb import Config as FineWebConfig
 from hellaswag import HellaSwagConfig
+from plan import PlanConfig
 from sample import SampleConfig
 from support import checkpoint
 from support.common import UserError, headings, read_flags, write_whole
@@ -64,7 +65,8 @@ def test_the_comment_behind_a_field_is_the_help_of_its_flag(monkeypatch, capsys)
 
 
 @pytest.mark.parametrize(
-    "config_class", [TrainConfig, FineWebConfig, HellaSwagConfig, SampleConfig, BenchConfig]
+    "config_class",
+    [TrainConfig, FineWebConfig, HellaSwagConfig, SampleConfig, BenchConfig, PlanConfig],
 )
 def test_every_flag_of_every_script_has_a_help(config_class, monkeypatch, capsys):
     comments = {}
