@@ -73,12 +73,13 @@ def state_memory(shape, *, width: int, sharding: str, processes: int, muon: bool
     moments = 2 * FLOAT32 * N
     if muon:  # one moment for each matrix of a block
         moments -= FLOAT32 * matrices
+    casts = width * matrices if width < FLOAT32 else 0  # which autocast makes
     if sharding == "fsdp":
         # Gathered are the embeddings, and the block at work and the next, each in a buffer too.
-        gathered = width * (N - block * shape.n_layer + 4 * block)
+        gathered = FLOAT32 * (N - block * shape.n_layer + 4 * block)
         return {
             "weights": weights // processes,
-            "copies": gathered,
+            "copies": gathered + casts,
             "gradients": weights // processes,
             "buckets": 0,
             "moments": moments // processes,
@@ -87,7 +88,7 @@ def state_memory(shape, *, width: int, sharding: str, processes: int, muon: bool
         moments = max(moments // processes, 2 * FLOAT32 * embedding)
     return {
         "weights": weights,
-        "copies": width * matrices if width < FLOAT32 else 0,  # which autocast makes
+        "copies": casts,
         "gradients": weights,
         # DDP averages in buckets; until the last micro-step the gradients are beside them
         "buckets": weights if processes > 1 else 0,

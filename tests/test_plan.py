@@ -45,7 +45,7 @@ def replay(shape: GPTConfig, B: int, dtype: torch.dtype) -> int:
         model = GPT(shape)
     with FakeTensorMode():
         for module in model.modules():
-            for name, p in module._parameters.items():
+            for name, p in module.named_parameters(recurse=False):
                 module._parameters[name] = torch.nn.Parameter(torch.empty(p.shape))
         model.lm_head.weight = model.transformer.wte.weight
         [optimizer] = model.configure_optimizers()
