@@ -56,7 +56,7 @@ bench: setup
 gpu: PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 gpu:
 	@test ! -d .wheels || $(PY) -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
-	@PYTHONPATH=.wheels/installed $(PY) benchmarks/first_hour.py --part $(PART)
+	@PYTHONPATH=.wheels/installed:$$PYTHONPATH $(PY) benchmarks/first_hour.py --part $(PART)
 
 wheels:
 	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)

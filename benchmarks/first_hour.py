@@ -8,6 +8,7 @@ all sections that are there. A part that fails leaves what it has measured until
 lines of what it printed, and the others go on. Nothing here needs a network.
 """
 
+import inspect
 import json
 import os
 import re
@@ -326,9 +327,10 @@ def do_part(hour: Hour, part: str) -> bool:
             paragraphs.append(paragraph)
     except Exception as error:  # whatever it is: it is told, and the other parts go on
         traceback.print_exc()
-        problem = f"**Failed.** {type(error).__name__}: {error}"
+        kind = "" if isinstance(error, Failed) else f"{type(error).__name__}: "
+        problem = f"**Failed.** {kind}{error}"
     seconds = time.monotonic() - hour.began
-    head = [f"## {part}", PARTS[part].__doc__ or "", block(hour.commands)]
+    head = [f"## {part}", inspect.getdoc(PARTS[part]) or "", block(hour.commands)]
     head.append(f"{time.strftime('%Y-%m-%d %H:%M')}, {seconds:.0f} s; {list_versions(hour)}.")
     section = "\n\n".join([*head, *paragraphs, problem]).rstrip() + "\n"
     (hour.folder / f"{part}.md").write_text(section)
