@@ -2,8 +2,12 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
+PART ?= all
+# What is installed on a machine with PyTorch, transformers, tiktoken, pytest and hypothesis but no
+# package index, besides: `make wheels` where there is an index, then carry .wheels there.
+CARRIED := tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 
-.PHONY: setup quickstart test coverage torture bench clean
+.PHONY: setup quickstart test coverage torture bench gpu wheels clean
 
 setup:
 	@if [ .venv/requirements -nt requirements.txt ]; then echo "setup: .venv is there and up to date"; else $(MAKE) -s .venv/requirements; fi
@@ -48,6 +52,15 @@ torture: .venv/requirements-torture
 
 bench: setup
 	@$(PY) bench.py
+
+# the first hour on a GPU, or one PART of it: tests ladder batch paths scaling training
+gpu: PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu:
+	@test ! -d .wheels || $(PY) -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
+	@PYTHONPATH=.wheels/installed:$$PYTHONPATH $(PY) benchmarks/first_hour.py --part $(PART)
+
+wheels:
+	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__

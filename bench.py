@@ -250,7 +250,8 @@ def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
 
     On a CPU only until it could end: there the system kills a process instead of raising an error.
     """
-    room = (free_memory(m.device) or 4 * 2**30) / 1e9
+    free = free_memory(m.device)
+    room = (4 * 2**30 if free is None else free) / 1e9  # 4 GB where the system does not say
     memory_gb = 0
     B = 1
     while B <= m.config.max_batch:

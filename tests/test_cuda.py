@@ -1,0 +1,161 @@
+"""What only a GPU can show: 16 bits, fused kernels, its memory. Without one all is skipped."""
+
+import math
+import shlex
+
+import pytest
+import torch
+from conftest import documents, losses, read_records, train, weights_hash, write_shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from config import TrainConfig
+from model import GPT, DataLoaderLite, GPTConfig
+from support.device import autocast, compile_blocks
+from support.distributed import World
+from support.fitting import fit_batch_size, runs_out_of_memory
+from train_gpt2 import train_step
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPU = torch.device("cuda")
+B, T = 4, 256
+# training as on a GPU: compiled, in 16 bits
+AS_ON_A_GPU = "--device cuda --compile --dtype auto --n-embd 64 --sequence-length 64 "
+AS_ON_A_GPU += "--batch-size 2 --total-batch-size 512"
+
+
+def make_model(**shape) -> GPT:
+    torch.manual_seed(0)
+    small = dict(block_size=T, n_layer=2, n_head=2, n_embd=128)
+    return GPT(GPTConfig(**(small | shape))).to(GPU)
+
+
+def random_tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(50257, shape, generator=torch.Generator().manual_seed(0)).to(GPU)
+
+
+def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend) -> tuple[float, list]:
+    """The loss and the gradients of one forward and backward pass with this attention alone."""
+    tokens = random_tokens(B, T + 1)
+    with sdpa_kernel([kernel]), autocast(GPU, dtype):
+        _, loss = model(tokens[:, :-1], tokens[:, 1:])
+    scale = 2.0**14  # the gradients of the logits would vanish in float16
+    (scale * loss).backward()
+    return loss.item(), [p.grad / scale for p in model.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dtype):
+    if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("this GPU has no bfloat16")
+    torch.set_float32_matmul_precision("highest")
+    loss, gradients = take_gradients(make_model(), torch.float32, SDPBackend.MATH)
+    model = make_model()
+    compile_blocks(model, recompute=False)
+    loss16, gradients16 = take_gradients(model, dtype, SDPBackend.FLASH_ATTENTION)
+    assert loss16 == pytest.approx(loss, rel=0.003)
+    for exact, rounded in zip(gradients, gradients16, strict=True):
+        assert rounded.dtype == torch.float32
+        assert (rounded - exact).norm() < 0.05 * exact.norm()
+
+
+def test_fused_adamw_makes_the_updates_of_the_plain_one():
+    model = make_model()
+    (fused,) = model.configure_optimizers()
+    assert all(group["fused"] for group in fused.param_groups)
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    place = {id(p): copy for p, copy in zip(model.parameters(), copies, strict=True)}
+    groups = []
+    for group in fused.param_groups:
+        groups.append(dict(group, params=[place[id(p)] for p in group["params"]], fused=None))
+    plain = torch.optim.AdamW(groups, foreach=False)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for p, copy in zip(model.parameters(), copies, strict=True):
+            p.grad = torch.randn_like(p)
+            copy.grad = p.grad.clone()
+        fused.step()
+        plain.step()
+    for p, copy in zip(model.parameters(), copies, strict=True):
+        torch.testing.assert_close(p, copy, rtol=1e-5, atol=1e-7)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(shards, tmp_path):
+    flags = f"{AS_ON_A_GPU} --deterministic --checkpoint-every 3"
+    train(shards, tmp_path / "whole", flags)
+    checkpoint = tmp_path / "whole" / "ckpt_000003"
+    train(shards, tmp_path / "again", f"{flags} --resume {shlex.quote(str(checkpoint))}")
+    again = [record["loss"] for record in read_records(tmp_path / "again", "train")]
+    assert again == losses(tmp_path / "whole")[3:]
+    last = [weights_hash(tmp_path / run / "ckpt_000006") for run in ("whole", "again")]
+    assert last[0] == last[1]
+
+
+def test_float16_trains_as_float32_does(shards, tmp_path):
+    train(shards, tmp_path / "half", f"{AS_ON_A_GPU} --dtype float16")
+    train(shards, tmp_path / "single", f"{AS_ON_A_GPU} --dtype float32")
+    half = losses(tmp_path / "half")
+    assert half == pytest.approx(losses(tmp_path / "single"), rel=0.03)
+    assert half[-1] < half[0]
+
+
+@several
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
+def test_two_gpus_train_as_one_does(shards, tmp_path, sharding):
+    train(shards, tmp_path / "one", f"{AS_ON_A_GPU} --dtype float32")
+    train(shards, tmp_path / "two", f"{AS_ON_A_GPU} --dtype float32 --sharding {sharding}", ranks=2)
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+
+
+@pytest.fixture
+def memory_limit():
+    """A function that limits what this process may allocate, in bytes; at the end nothing does."""
+    total = torch.cuda.get_device_properties(GPU).total_memory
+    yield lambda n: torch.cuda.set_per_process_memory_fraction(min(1.0, n / total))
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.cuda.empty_cache()
+
+
+def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tmp_path):
+    write_shard(tmp_path / "toy_train_000001.npy", documents(200_000, seed=1))
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    world = World("cuda")
+    raw = make_model(n_embd=256, block_size=1024)
+    compile_blocks(raw, recompute=False)
+    config = TrainConfig(sequence_length=1024, total_batch_size=64 * 1024)
+    assert not runs_out_of_memory(raw, 64, 1024, world, torch.bfloat16), "on a GPU of 16 GB or more"
+    needed = torch.cuda.max_memory_reserved()
+    limit = 0.8 * needed
+    memory_limit(limit)
+    size = fit_batch_size(raw, config, world, torch.bfloat16)
+    assert 1 <= size < 64
+    torch.cuda.reset_peak_memory_stats()
+    optimizers = raw.configure_optimizers()
+    for _ in range(2):  # the first makes the moments
+        loss, _ = train_step(
+            model=raw,
+            optimizers=optimizers,
+            scaler=torch.amp.GradScaler("cuda", enabled=False),
+            loader=DataLoaderLite(tmp_path, "train", size, 1024),
+            grad_accum_steps=2,
+            world=world,
+            dtype=torch.bfloat16,
+            lr=1e-3,
+            grad_clip=1.0,
+        )
+    assert math.isfinite(loss.item())
+    assert torch.cuda.max_memory_reserved() <= limit
+
+
+def test_batches_are_pinned_so_that_they_are_copied_beside_the_computation(shards):
+    x, y = DataLoaderLite(shards, "train", B=2, T=16).next_batch()
+    assert x.is_pinned() and y.is_pinned()
+
+
+def test_the_compiled_step_of_generation_chooses_the_eager_ones_tokens():
+    torch.set_float32_matmul_precision("highest")
+    model = make_model().eval()
+    prompts = random_tokens(2, 8)
+    plain = model.generate(prompts, 32, temperature=0)
+    assert torch.equal(model.generate(prompts, 32, temperature=0, compile=True), plain)
