@@ -1,4 +1,4 @@
-"""A checkpoint: a complete Hugging Face GPT-2, with `training_state.pt` beside the weights.
+"""A checkpoint: a complete Hugging Face model, with `training_state.pt` beside the weights.
 
 It is written under another name and renamed when everything is on the disk, so a directory called
 ckpt_* is whole; `checksums.json` has the SHA-256 of its files, so damage that comes later is found.
@@ -192,8 +192,8 @@ def resize_embedding(optimizer_state: dict, rows: int) -> dict:
         return torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
 
     states = dict(optimizer_state["state"])
-    if hf.EMBEDDING in states:
-        states[hf.EMBEDDING] = {name: resize(x) for name, x in states[hf.EMBEDDING].items()}
+    for padded in {hf.EMBEDDING, hf.HEAD} & set(states):
+        states[padded] = {name: resize(x) for name, x in states[padded].items()}
     return {**optimizer_state, "state": states}
 
 

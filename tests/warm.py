@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -40,6 +41,13 @@ for line in sys.stdin:
                 stream = open(number, "r" if number == 0 else "w", closefd=False)
             setattr(sys, name, stream)
         os.environ.update(job["env"])
+        others = []
+        for rank in range(1, job["ranks"]):
+            others.append(os.fork())
+            if others[-1] == 0:
+                others = []
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                break
         os.chdir(job["cwd"])
         if job["largest_file"]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -62,6 +70,8 @@ for line in sys.stdin:
                     stream and stream.flush()
                 except OSError:
                     code = 120
+            for other in others:
+                code = code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
             os._exit(code)
     print(child, flush=True)
     _, status = os.waitpid(child, 0)
@@ -76,13 +86,25 @@ class Done:
     stderr: str
 
 
+def two_ranks() -> dict:
+    """`ranks=2` and what torchrun would put into the environment of the first of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    return dict(ranks=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **sizes)
+
+
 class Warm:
-    """A server; use it as a context manager."""
+    """A server of the scripts in `root`; use it as a context manager."""
+
+    def __init__(self, root: Path = ROOT):
+        self.root = root
 
     def __enter__(self) -> "Warm":
         self.folder = tempfile.TemporaryDirectory()
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(ROOT)],
+            [sys.executable, "-c", SERVER, str(self.root)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -95,14 +117,15 @@ class Warm:
         self.server.wait(timeout=60)
         self.folder.cleanup()
 
-    def start(self, script, *args, cwd=None, closed=(), largest_file=0, **env) -> int:
+    def start(self, script, *args, cwd=None, closed=(), largest_file=0, ranks=1, **env) -> int:
         """Starts a script -> its process number; `finish` must follow before the next one."""
         job = {
-            "script": str(ROOT / script),
+            "script": str(self.root / script),
             "args": [str(arg) for arg in args],
-            "cwd": str(cwd or ROOT),
+            "cwd": str(cwd or self.root),
             "closed": list(closed),  # of 0, 1, 2
             "largest_file": largest_file,  # bytes: what a full disk allows to write
+            "ranks": ranks,  # processes; the others are forked from this one (`two_ranks`)
             "env": env,
             "out": f"{self.folder.name}/out",
             "err": f"{self.folder.name}/err",
