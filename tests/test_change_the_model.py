@@ -41,7 +41,7 @@ CHANGES = dict(
 RELU2 = "ReLU² instead of GELU"
 ROTARY = "RMSNorm and rotary positions"
 DROPOUT = "Dropout"
-FLAGS = "--sequence-length 64 --total-batch-size 256 --max-steps 40 --checkpoint-every 10 "
+FLAGS = "--sequence-length 64 --total-batch-size 256 --max-steps 16 --checkpoint-every 4 "
 FLAGS += "--keep-checkpoints 9 "
 
 # Run in the copy: generation with the cache, and HellaSwag with its shared contexts, are what the
@@ -88,8 +88,8 @@ def files(tmp_path_factory):
     return folder
 
 
-def copy_with(change: str, folder):
-    """A copy of the repository with one of the page's changes."""
+def copy_with(change: str, folder) -> None:
+    """Makes a copy of the repository with one of the page's changes."""
     folder.mkdir()
     for name in ("support", "assets"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -105,47 +105,54 @@ def copy_with(change: str, folder):
         capture_output=True,
     )
     assert applied.returncode == 0, applied.stderr
-    return folder
 
 
-def run(warm, script, *args, expect: int = 0, **how):
-    """Runs a script of the copy; fails, with what it printed, unless it ends as expected."""
-    done = warm.run(script, *args, **how)
+@pytest.fixture(scope="module")
+def warm():
+    with Warm() as server:
+        yield server
+
+
+def run(warm, place, script, *args, expect: int = 0, **how):
+    """Runs a script of place/copy; fails, with what it printed, unless it ends as expected."""
+    done = warm.run(script, *args, root=place / "copy", **how)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
 
-def train_kill_resume(warm, files, folder, flags: str, ranks=dict):
+def train_kill_resume(warm, place, files, flags: str, ranks=dict):
     """Trains with and without a kill -9 on the way -> the last checkpoint, the same of both.
 
     ranks() has what several processes need (warm.two_ranks).
     """
-    whole = run(warm, "train_gpt2.py", *tiny_run(files, folder / "whole", flags), **ranks())
-    changed = "model: not a GPT-2" in whole.stdout
-    pid = warm.start("train_gpt2.py", *tiny_run(files, folder / "cut", flags), **ranks())
-    wait_for_file(folder / "cut" / "ckpt_000010")
+    whole = run(warm, place, "train_gpt2.py", *tiny_run(files, place / "whole", flags), **ranks())
+    cut = tiny_run(files, place / "cut", flags)
+    pid = warm.start("train_gpt2.py", *cut, root=place / "copy", **ranks())
+    wait_for_file(place / "cut" / "ckpt_000004")
     warm.kill(pid)
-    assert not (folder / "cut" / "ckpt_000040").exists()
-    resume = tiny_run(files, folder / "cut", f"{flags} --resume auto")
-    assert "resuming from" in run(warm, "train_gpt2.py", *resume, **ranks()).stdout
-    last = folder / "cut" / "ckpt_000040"
-    assert losses(folder / "cut") == losses(folder / "whole")
-    assert weights_hash(last) == weights_hash(folder / "whole" / last.name)
+    last = place / "cut" / "ckpt_000016"
+    assert not last.exists()
+    resumed = run(warm, place, "train_gpt2.py", *cut, "--resume", "auto", **ranks())
+    assert "resuming from" in resumed.stdout
+    assert losses(place / "cut") == losses(place / "whole")
+    assert weights_hash(last) == weights_hash(place / "whole" / last.name)
     kind = json.loads((last / "config.json").read_text())["model_type"]
-    assert kind == ("gpt2-changed" if changed else "gpt2")
+    said = [done.stdout.count("model: not a GPT-2") for done in (whole, resumed)]
+    assert said == ([1, 1] if kind == "gpt2-changed" else [0, 0])
     return last
 
 
-def use(warm, files, folder, last, flags: str) -> None:
+def use(warm, place, files, last, flags: str) -> None:
     """Every script of the copy takes its checkpoint, and the shortcuts in them compute the same."""
-    assert run(warm, "check.py", last, files / "hellaswag.jsonl").stdout == "the same\n"
-    sampled = run(warm, "sample.py", "--model", last, "--max-new-tokens", 3, "--prompt", "Hello")
-    assert sampled.stdout.startswith("Hello")
-    scored = run(warm, "hellaswag.py", "--model", last, "--path", files / "hellaswag.jsonl")
+    examples = files / "hellaswag.jsonl"
+    assert run(warm, place, "check.py", last, examples).stdout == "the same\n"
+    asked = ["--model", last, "--max-new-tokens", 3, "--prompt", "Hello"]
+    assert run(warm, place, "sample.py", *asked).stdout.startswith("Hello")
+    scored = run(warm, place, "hellaswag.py", "--model", last, "--path", examples)
     assert "acc_norm" in scored.stdout
-    tune = f"{flags} --max-steps 12 --checkpoint-every 0 --init-from"
-    run(warm, "train_gpt2.py", *tiny_run(files, folder / "tuned", tune, last))
-    assert losses(folder / "tuned")[0] < losses(folder / "whole")[0] - 0.5
+    tune = f"{flags} --max-steps 1 --warmup-steps 0 --checkpoint-every 0 --init-from"
+    run(warm, place, "train_gpt2.py", *tiny_run(files, place / "tuned", tune, last))
+    assert losses(place / "tuned")[0] < losses(place / "whole")[0] - 0.5
 
 
 def refused_by_transformers(directory) -> None:
@@ -161,46 +168,55 @@ def test_the_page_has_the_three_changes():
     assert list(CHANGES) == [RELU2, ROTARY, DROPOUT]
 
 
-def test_relu2_becomes_a_flag_that_checkpoints_know(files, tmp_path):
-    flags = f"{FLAGS} --activation relu2"
-    with Warm(copy_with(RELU2, tmp_path / "copy")) as warm:
-        last = train_kill_resume(warm, files, tmp_path, flags)
-        use(warm, files, tmp_path, last, FLAGS)  # --init-from keeps what the checkpoint has
-        tuned = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
-        assert tuned["model"]["activation"] == "relu2"
-        # the first trap: the same command without the flag was resumed as GELU
-        forgotten = tiny_run(files, tmp_path / "cut", f"{FLAGS} --resume auto")
-        told = run(warm, "train_gpt2.py", *forgotten, expect=1).stderr
-        assert "cannot be resumed with another activation relu2 -> gelu" in told
+def test_relu2_becomes_a_flag_that_checkpoints_know(warm, files, tmp_path):
+    copy_with(RELU2, tmp_path / "copy")
+    last = train_kill_resume(warm, tmp_path, files, f"{FLAGS} --activation relu2")
+    use(warm, tmp_path, files, last, FLAGS)  # --init-from keeps what the checkpoint has
+    tuned = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
+    assert tuned["model"]["activation"] == "relu2"
+    # the first trap: the same command without the flag was resumed as GELU
+    forgotten = tiny_run(files, tmp_path / "cut", f"{FLAGS} --resume auto")
+    told = run(warm, tmp_path, "train_gpt2.py", *forgotten, expect=1).stderr
+    assert "cannot be resumed with another activation relu2 -> gelu" in told
     refused_by_transformers(last)
     with pytest.raises(UserError, match="activation 'relu2', which this code does not know"):
         GPT.from_pretrained(last)
 
 
-def test_rotary_positions_reach_the_cache_and_hellaswag(files, tmp_path):
-    with Warm(copy_with(ROTARY, tmp_path / "copy")) as warm:
-        last = train_kill_resume(warm, files, tmp_path, FLAGS)
-        use(warm, files, tmp_path, last, FLAGS)
+def test_rotary_positions_reach_the_cache_and_hellaswag(warm, files, tmp_path):
+    copy_with(ROTARY, tmp_path / "copy")
+    last = train_kill_resume(warm, tmp_path, files, FLAGS)
+    use(warm, tmp_path, files, last, FLAGS)
     refused_by_transformers(last)
     with pytest.raises(UserError, match="changed otherwise, or not at all"):
         GPT.from_pretrained(last)
 
 
-def test_dropout_resumes_exactly_on_two_ranks_and_leaves_a_gpt2(files, tmp_path):
+def test_dropout_resumes_exactly_on_two_ranks_and_leaves_a_gpt2(warm, files, tmp_path):
+    copy_with(DROPOUT, tmp_path / "copy")
     flags = f"{FLAGS} --dropout 0.1"
-    with Warm(copy_with(DROPOUT, tmp_path / "copy")) as warm:
-        last = train_kill_resume(warm, files, tmp_path, flags, ranks=two_ranks)
-        use(warm, files, tmp_path, last, flags)
-        without = tiny_run(files, tmp_path / "without", FLAGS)
-        run(warm, "train_gpt2.py", *without)
-        assert losses(tmp_path / "without") != losses(tmp_path / "whole")
-        other = tiny_run(files, tmp_path / "cut", f"{FLAGS} --max-steps 41 --resume auto")
-        told = run(warm, "train_gpt2.py", *other).stdout
-        assert "dropout 0.1 -> 0.0" in told
+    last = train_kill_resume(warm, tmp_path, files, flags, ranks=two_ranks)
+    use(warm, tmp_path, files, last, flags)
+    other = tiny_run(files, tmp_path / "cut", f"{FLAGS} --max-steps 17 --resume auto")
+    assert "dropout 0.1 -> 0.0" in run(warm, tmp_path, "train_gpt2.py", *other).stdout
+    without = f"{FLAGS} --max-steps 1 --warmup-steps 0 --checkpoint-every 0 --init-from"
+    run(warm, tmp_path, "train_gpt2.py", *tiny_run(files, tmp_path / "without", without, last))
+    assert losses(tmp_path / "without") != losses(tmp_path / "tuned")  # so there was dropout
     theirs = transformers.GPT2LMHeadModel.from_pretrained(last).eval()
     idx = torch.randint(0, 50257, (1, 20))
     with torch.no_grad():
         assert (GPT.from_pretrained(last)(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("how", ["", "--sharding fsdp --activation-checkpointing", "--compile"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_resumes_exactly_however_it_is_computed(warm, files, tmp_path, change, how):
+    flags = {RELU2: "--activation relu2", ROTARY: "--optimizer muon", DROPOUT: "--dropout 0.1"}
+    copy_with(change, tmp_path / "copy")
+    ranks = dict if how == "--compile" else two_ranks
+    last = train_kill_resume(warm, tmp_path, files, f"{FLAGS} {flags[change]} {how}", ranks=ranks)
+    use(warm, tmp_path, files, last, f"{FLAGS} {flags[change]}")
 
 
 # -- the second trap: another computation, the same names

@@ -22,6 +22,8 @@ import json, os, resource, runpy, signal, sys
 sys.path.insert(0, sys.argv[1])
 import torch, train_gpt2, sample, hellaswag, transformers
 import torch._inductor.compile_fx
+from support.tokenizer import tokenizer_json
+tokenizer_json()  # a second of work that each checkpoint would wait for
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -41,6 +43,12 @@ for line in sys.stdin:
                 stream = open(number, "r" if number == 0 else "w", closefd=False)
             setattr(sys, name, stream)
         os.environ.update(job["env"])
+        if job["root"] != sys.argv[1]:  # a copy: its own scripts, and all but the tokenizer
+            scripts = [name.removesuffix(".py") for name in os.listdir(job["root"])]
+            for name in set(sys.modules) - {"support.tokenizer"}:
+                if name.split(".")[0] in scripts:
+                    del sys.modules[name]
+            sys.path[0] = job["root"]
         others = []
         for rank in range(1, job["ranks"]):
             others.append(os.fork())
@@ -96,15 +104,12 @@ def two_ranks() -> dict:
 
 
 class Warm:
-    """A server of the scripts in `root`; use it as a context manager."""
-
-    def __init__(self, root: Path = ROOT):
-        self.root = root
+    """A server; use it as a context manager."""
 
     def __enter__(self) -> "Warm":
         self.folder = tempfile.TemporaryDirectory()
         self.server = subprocess.Popen(
-            [sys.executable, "-c", SERVER, str(self.root)],
+            [sys.executable, "-c", SERVER, str(ROOT)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -117,12 +122,18 @@ class Warm:
         self.server.wait(timeout=60)
         self.folder.cleanup()
 
-    def start(self, script, *args, cwd=None, closed=(), largest_file=0, ranks=1, **env) -> int:
-        """Starts a script -> its process number; `finish` must follow before the next one."""
+    def start(
+        self, script, *args, root=ROOT, cwd=None, closed=(), largest_file=0, ranks=1, **env
+    ) -> int:
+        """Starts a script of `root`, this repository or a copy of it -> its process number.
+
+        `finish` must follow before the next one.
+        """
         job = {
-            "script": str(self.root / script),
+            "root": str(root),
+            "script": str(root / script),
             "args": [str(arg) for arg in args],
-            "cwd": str(cwd or self.root),
+            "cwd": str(cwd or root),
             "closed": list(closed),  # of 0, 1, 2
             "largest_file": largest_file,  # bytes: what a full disk allows to write
             "ranks": ranks,  # processes; the others are forked from this one (`two_ranks`)
