@@ -4,10 +4,12 @@ Shapes: B sequences in a batch, T tokens in a sequence, C = n_embd channels, nh 
 hs = C / nh channels each, V = vocab_size.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from support import generation, hf
 from support.common import UserError
-from support.shards import Shard, find_shards
+from support.shards import TokenStream
 from support.tokenizer import VOCAB_SIZE
 
-HARMLESS = {"harmless": True}  # marks a field that does not change what is computed
+# Marks a field that may change when a checkpoint goes on: the model it makes computes the same.
+HARMLESS = {"harmless": True}
 
 
 @dataclass
@@ -138,7 +141,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 # p - t, in the memory of the logits; of the mean it would underflow in float16
                 dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
                 dx.append(dlogits @ w * counted)
-                dw += dlogits.t() @ (x_chunk * counted)
+                dw += sum_of_products(dlogits, x_chunk * counted)
         n = (targets >= 0).sum()
         if with_grad:
             ctx.save_for_backward(torch.cat(dx), dw, n)
@@ -150,6 +153,20 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dw, n = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         return dx.to(x_dtype) * (grad / n), (dw * (grad / n)).to(weight_dtype), None, None, None
+
+
+def sum_of_products(dlogits, x):
+    """dlogitsᵀ x, of dlogits (rows, V) between -1 and 1 and x (rows, C) -> (V, C).
+
+    In float16 thousands of rows may add up to more than it holds, and no loss scale helps: it comes
+    later. There x is first divided by the power of two that makes this impossible.
+    """
+    if x.dtype != torch.float16:
+        return dlogits.t() @ x
+    largest = len(x) * x.abs().amax().float()  # that a sum can become
+    room = torch.finfo(x.dtype).max / largest
+    factor = room.log2().floor().clamp(max=0).exp2()
+    return (dlogits.t() @ (x * factor.to(x.dtype))).float() / factor
 
 
 class GPT(nn.Module):
@@ -177,7 +194,8 @@ class GPT(nn.Module):
         self.init_weights()
 
     def allocate(self, device) -> None:
-        """Memory for the weights, whatever it holds."""
+        """Memory for the weights, whatever it holds. Buffers would stay empty: there are none."""
+        assert not list(self.buffers()), "compute in forward what is no parameter"
         self.to_empty(device=device)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
 
@@ -189,7 +207,6 @@ class GPT(nn.Module):
         Those that write into the residual stream are divided by √(2·n_layer), so that its
         variance does not grow with depth.
         """
-        self.transformer.wte.weight.zero_()  # the padding's gradient is zero, so it stays zero
         for name, p in self.named_parameters():
             std = 0.02
             if name.endswith("c_proj.weight"):
@@ -199,11 +216,8 @@ class GPT(nn.Module):
             elif p.dim() == 1:  # layer norm
                 p.fill_(1)
             else:
-                self.without_padding(name, p).normal_(0.0, std)
-
-    def without_padding(self, name: str, w):
-        """The rows that are saved: of the embedding those of tokens, of anything else all."""
-        return w[: self.config.vocab_size] if name == hf.EMBEDDING else w
+                p.zero_()  # the padding's gradient is zero, so it stays zero
+                hf.without_padding(name, p, self.config.vocab_size).normal_(0.0, std)
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 -> (logits (B, T, V), None).
@@ -241,7 +255,10 @@ class GPT(nn.Module):
         return self.blocks(self.embed(idx, pos), mask, caches)
 
     def embed(self, idx, pos):
-        """idx, pos (B, T) -> (B, T, C). Not compiled (device.compile_blocks says why)."""
+        """idx, pos (B, T) -> what `blocks` takes, (B, T, C).
+
+        Not compiled (device.compile_blocks says why).
+        """
         return self.transformer.wte(idx) + self.transformer.wpe(pos)
 
     def blocks(self, x, mask=None, caches=None):
@@ -277,7 +294,7 @@ class GPT(nn.Module):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         muon: bool = False,
-        make: Callable | None = None,
+        make: Callable = lambda params, optimizer_class, **how: optimizer_class(params, **how),
     ) -> list[torch.optim.Optimizer]:
         """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused where the device can.
 
@@ -286,13 +303,6 @@ class GPT(nn.Module):
         Matrices and embeddings decay, biases and layer norms do not. make(params,
         optimizer_class=…, **defaults) builds each optimizer (World.make_optimizer).
         """
-        make = make or (
-            lambda params, optimizer_class, **defaults: optimizer_class(params, **defaults)
-        )
-        if muon and not hasattr(torch.optim, "Muon"):
-            raise UserError(
-                f"optimizer muon needs PyTorch 2.9 or newer, this is {torch.__version__}: use adamw"
-            )
         matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2] if muon else []
         taken = set(map(id, matrices))
         rest = [p for p in self.parameters() if p.requires_grad and id(p) not in taken]
@@ -329,75 +339,46 @@ class GPT(nn.Module):
         return generation.stream(self, idx, max_new_tokens, **sampling)
 
     @classmethod
-    def from_pretrained(cls, name_or_dir: str | Path, **overrides) -> "GPT":
+    def from_pretrained(
+        cls, name_or_dir: str | Path, defaults: dict | None = None, **overrides
+    ) -> "GPT":
         """Loads a GPT-2: a name on the hub, a directory, a checkpoint, or a .pt file.
 
         Names are gpt2 … gpt2-xl, a .pt file is nanoGPT's or build-nanogpt's. overrides: fields of
-        GPTConfig; a smaller block_size crops the positions. Raises UserError for what is no GPT-2
-        or cannot be read.
+        GPTConfig; a smaller block_size crops the positions. defaults: fields that count where the
+        files do not tell them. Raises UserError for what is no GPT-2, is one that other code has
+        changed, or cannot be read.
         """
-        shape, weights = hf.read_model(name_or_dir)
-        hf.refuse_other_sizes(shape, weights)
+        found = hf.read_model(name_or_dir)
+        hf.refuse_other_code(found, cls, GPTConfig)
+        config = GPTConfig(**{**(defaults or {}), **found.fields, **overrides})
         device = torch.get_default_device()
         with torch.device("meta"):  # no time for random weights that are not to stay
-            model = cls(GPTConfig(**{**shape, **overrides}))
-        T = model.config.block_size
-        if T > shape["block_size"]:
-            raise UserError(
-                f"the weights know {shape['block_size']} positions, {T} were asked for: "
-                "sequence_length can only shrink"
-            )
-        wpe = weights.get("transformer.wpe.weight")
-        if wpe is not None and len(wpe) == shape["block_size"]:
-            weights["transformer.wpe.weight"] = wpe[:T]
+            model = cls(config)
+        weights = hf.crop_positions(found.weights, config.block_size)
         model.allocate(device)
-        model.load_weights(weights)
+        hf.load_weights(dict(model.named_parameters()), weights, config)
         return model
-
-    @torch.no_grad()
-    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
-        """Copies weights in that have our names and no padding.
-
-        Raises UserError where one is missing, has another shape, or is not of this model.
-        """
-        L = self.config.n_layer
-        for name, p in self.named_parameters():
-            if name not in weights:
-                raise UserError(
-                    f"the weights have no tensor {name}: this is not a GPT-2 of {L} layers"
-                )
-            w = weights[name]
-            rows = self.without_padding(name, p)
-            if w.shape != rows.shape or not w.is_floating_point():
-                raise UserError(
-                    f"{name} has shape {tuple(w.shape)} of {w.dtype} where {tuple(rows.shape)} of "
-                    "floating-point numbers was expected"
-                )
-            p.zero_()
-            rows.copy_(w)
-        surplus = set(weights) - {name for name, _ in self.named_parameters()}
-        if surplus:
-            raise UserError(
-                f"the weights have a tensor {min(surplus)} too much: "
-                f"this is not a GPT-2 of {L} layers"
-            )
 
     def save_pretrained(
         self, directory: str | Path, state_dict: dict | None = None, card: dict | None = None
     ) -> None:
         """Writes a directory that `GPT2LMHeadModel.from_pretrained` and others read.
 
-        state_dict: the weights, if not those of this module. card: what the model card tells, in
-        this order, such as {"data": …, "steps": …, "validation loss": …, "command": …}.
+        If this code has become another model than GPT-2, the directory says so, and only this code
+        reads it. state_dict: the weights, if not those of this module. card: what the model card
+        tells, in this order, such as {"data": …, "steps": …, "command": …}.
         """
         state_dict = self.state_dict() if state_dict is None else state_dict
-        weights = {
-            name: self.without_padding(name, w.detach())
-            for name, w in state_dict.items()
-            if name != "lm_head.weight"
-        }
-        shape = {name: getattr(self.config, name) for name in hf.SHAPE}
-        hf.write_model(Path(directory), shape, weights, {} if card is None else card)
+        weights = {name: state_dict[name].detach() for name, _ in self.named_parameters()}
+        fields = dataclasses.asdict(self.config)
+        hf.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
+
+    @cached_property
+    def fingerprint(self) -> hf.Fingerprint:
+        """What this code computes, and whether that is GPT-2. It takes milliseconds, once."""
+        tensors = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return hf.take_fingerprint(GPT, self.config, tensors)
 
 
 def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -411,17 +392,15 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
 # -- data
 
 
-class DataLoaderLite:
+class DataLoaderLite(TokenStream):
     """Batches from the token shards of one split, an endless stream of sequences.
 
-    A sequence is T+1 tokens; inside a shard they are cut with stride T, so each one's last token is
-    the next one's first, and what is left at a shard's end is skipped. Epoch follows epoch, and
-    sequence k is the same whoever asks. `cursor` counts the sequences consumed by all processes: it
-    is the same on every rank, and the whole state. A batch of rank r is the sequences from
-    cursor + r·B on.
+    A sequence is T+1 tokens, and sequence k is the same whoever asks (shards.TokenStream).
+    `cursor` counts the sequences consumed by all processes: it is the same on every rank, and the
+    whole state. A batch of rank r is the sequences from cursor + r·B on.
 
-    With shuffle, each epoch permutes the shards, and in each shard the sequences, which begin at
-    another offset in each epoch. Raises UserError for missing, damaged or too small shards.
+    shuffle: each epoch has another order. pin: batches lie in memory that a GPU copies from while
+    it computes. Raises UserError for missing, damaged or too small shards.
     """
 
     def __init__(
@@ -435,24 +414,13 @@ class DataLoaderLite:
         shuffle: bool = False,
         seed: int = 1337,
         vocab_size: int = VOCAB_SIZE,
+        pin: bool = False,
     ):
+        super().__init__(data_dir, split, T, shuffle=shuffle, seed=seed, vocab_size=vocab_size)
         self.B = B
-        self.T = T
         self.rank = process_rank
         self.num_processes = num_processes
-        self.shuffle = shuffle
-        self.seed = seed
-        self.vocab_size = vocab_size
-        self.shards = find_shards(Path(data_dir), split)
-        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
-        self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
-        if not self.num_sequences:
-            raise UserError(
-                f"the {split} split in {data_dir} has {self.num_tokens} tokens in "
-                f"{len(self.shards)} shard(s), none of them has one sequence of {T} + 1"
-            )
-        self.open_epoch: tuple = (None, None)  # its number, and what order_of says of it
-        self.open_shard: tuple = (None, None)  # epoch and index, and what starts_of says of it
+        self.pin = pin
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
 
@@ -471,10 +439,12 @@ class DataLoaderLite:
         self.coming = self.reader.submit(self.batch, self.cursor + self.rank * self.B, self.B)
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y (B, T) int64 on the CPU (pinned where there is a GPU); y is x one token later."""
+        """x, y (B, T) int64 on the CPU; y is x one token later."""
         x, y = self.coming.result()
         self.cursor += self.B * self.num_processes
         self.prefetch()
+        if self.pin:  # here, because the reader's thread does not know which GPU is ours
+            return x.pin_memory(), y.pin_memory()
         return x, y
 
     def batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -487,73 +457,6 @@ class DataLoaderLite:
         >>> x.tolist(), y.tolist()
         ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
         """
-        sequences = np.stack([self.sequence(first + i) for i in range(count)]).astype(np.int64)
-        x = torch.from_numpy(sequences[:, :-1]).contiguous()
-        y = torch.from_numpy(sequences[:, 1:]).contiguous()
-        if torch.cuda.is_available():
-            return x.pin_memory(), y.pin_memory()
-        return x, y
-
-    def sequence(self, k: int) -> np.ndarray:
-        """The T+1 tokens of sequence k of the stream, uint16."""
-        shard, start = self.find_sequence(k)
-        tokens = shard.read(start, self.T + 1)
-        if tokens.max() >= self.vocab_size:
-            bad = int(np.argmax(tokens >= self.vocab_size))
-            raise UserError(
-                f"{shard.path}: token {tokens[bad]} at offset {start + bad} is outside the "
-                f"vocabulary of {self.vocab_size}: the file is damaged, or made with another "
-                "tokenizer"
-            )
-        return tokens
-
-    def find_sequence(self, k: int) -> tuple[Shard, int]:
-        """-> the shard that holds sequence k of the stream, and the token at which it begins."""
-        epoch, k = divmod(k, self.num_sequences)
-        number, found = self.open_epoch
-        if number != epoch:
-            found = self.order_of(epoch)
-            self.open_epoch = (epoch, found)
-        order, ends = found
-        i = int(np.searchsorted(ends, k, side="right"))  # the shard's place in this epoch's order
-        before = int(ends[i - 1]) if i else 0
-        wanted = (epoch, int(order[i]))
-        which, starts = self.open_shard
-        if which != wanted:
-            starts = self.starts_of(*wanted)
-            self.open_shard = (wanted, starts)
-        return self.shards[order[i]], int(starts[k - before])
-
-    def sequences_in(self, shard: Shard) -> int:
-        """How many sequences a shard has, in every epoch the same number."""
-        N, T = shard.num_tokens, self.T
-        if N <= T:
-            return 0
-        if self.shuffle:  # one less, so that there is room for an offset
-            return max(1, (N - T) // T)
-        return (N - 1) // T
-
-    def order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The shards of an epoch in order, and how many sequences come up to the end of each."""
-        order = np.arange(len(self.shards))
-        if self.shuffle:
-            order = np.argsort(random_bits(len(order), self.seed, epoch), kind="stable")
-        return order, np.cumsum([self.sequences_in(self.shards[i]) for i in order])
-
-    def starts_of(self, epoch: int, index: int) -> np.ndarray:
-        """The tokens of a shard at which its sequences begin, in the order of this epoch."""
-        shard = self.shards[index]
-        n = self.sequences_in(shard)
-        if not self.shuffle:
-            return self.T * np.arange(n)
-        bits = random_bits(n + 1, self.seed, epoch, index + 1)
-        offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
-        return offset + self.T * np.argsort(bits[1:], kind="stable")
-
-
-def random_bits(n: int, *seed: int) -> np.ndarray:
-    """n random numbers of 64 bits that depend on the seed alone.
-
-    The raw bits of PCG64 never change between versions of NumPy.
-    """
-    return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+        rows = [self.sequence(first + i) for i in range(count)]
+        sequences = torch.from_numpy(np.stack(rows).astype(np.int64))
+        return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -125,14 +125,14 @@ def build_model(config: PlanConfig):
     import torch  # here, so that --help is there at once
 
     from model import GPT, GPTConfig
-    from support.hf import read_shape
+    from support.hf import read_fields
 
     names = [f.name for f in fields(GPTConfig)]
     shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if config.init_from in GPT2_SIZES:
         shape |= GPT2_SIZES[config.init_from]
     elif config.init_from != "scratch":
-        shape |= read_shape(Path(config.init_from))
+        shape |= read_fields(Path(config.init_from))
     shape["block_size"] = config.sequence_length
     with torch.device("meta"):
         return GPT(GPTConfig(**shape))

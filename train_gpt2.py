@@ -21,7 +21,7 @@ import hellaswag
 import sample
 from config import TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, ending, plots, report, resume
+from support import checkpoint, ending, hf, plots, report, resume
 from support.common import UserError, run_script, say
 from support.device import (
     autocast,
@@ -219,6 +219,8 @@ class Run:
             torch.use_deterministic_algorithms(True)
         self.dtype, reason = choose_dtype(config, world, found)
         self.raw = self.build_raw(found)
+        if world.is_main and self.raw.fingerprint.difference:
+            self.log.say(hf.describe_change(self.raw.fingerprint))
         world.place(self.raw)
 
         why_eager = why_not_compile(world.device) if config.compile else "as asked"
@@ -233,7 +235,8 @@ class Run:
         """The model on the CPU: as the checkpoint says, else from other weights, else new.
 
         A flag sets the GPTConfig field of its name. Loaded weights keep their architecture: of it
-        flags set only what is harmless (memory and speed) and, with --init-from, the context.
+        flags set only what is harmless and, with --init-from, the context, and what the files do
+        not tell.
         """
         config = self.config
         flags = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
@@ -243,12 +246,14 @@ class Run:
         torch.manual_seed(config.seed)
         if found:
             refuse_too_large(found.state["model"])
-            return GPT.from_pretrained(found.path, **{**found.state["model"], **harmless_flags})
+            raw = GPT.from_pretrained(found.path, **{**found.state["model"], **harmless_flags})
+            hf.refuse_resume_by_changed_code(found.path, raw.fingerprint)
+            return raw
         if config.init_from == "scratch":
             refuse_too_large(flags)
             return GPT(GPTConfig(**flags))
         T = config.sequence_length
-        raw = GPT.from_pretrained(config.init_from, block_size=T, **harmless_flags)
+        raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless_flags)
         check_vocabulary(config.init_from, raw.config.vocab_size)
         return raw
 
@@ -277,6 +282,7 @@ class Run:
             num_processes=world.size,
             shuffle=config.shuffle,
             seed=config.seed,
+            pin=world.device.type == "cuda",
         )
         self.val_loader: Any = None  # a DataLoaderLite, if there is validation
         if config.val_every:

@@ -1,4 +1,4 @@
-"""A checkpoint: a complete Hugging Face GPT-2, with `training_state.pt` beside the weights.
+"""A checkpoint: a complete Hugging Face model, with `training_state.pt` beside the weights.
 
 It is written under another name and renamed when everything is on the disk, so a directory called
 ckpt_* is whole; `checksums.json` has the SHA-256 of its files, so damage that comes later is found.

@@ -2,24 +2,49 @@
 
 A shape is {block_size, vocab_size, n_layer, n_head, n_embd}. Weights are {name: tensor} with
 GPT-2's names and nn.Linear's orientation, (out, in). This file knows no model class.
+
+A directory says `"model_type": "gpt2"` only if the code that wrote it is a GPT-2, by its
+fingerprint (fingerprint.py). Otherwise it says "gpt2-changed", and has all fields of GPTConfig.
 """
 
+import dataclasses
 import json
 import os
 import pickle
 import re
-from functools import lru_cache
-from itertools import pairwise
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from support.common import UserError, first_line
-from support.tokenizer import EOT, VOCAB_SIZE, mergeable_ranks
+from support.fingerprint import (
+    EMBEDDING,
+    HEAD,
+    POSITIONS,
+    Fingerprint,
+    other_logits,
+    take_fingerprint,
+    without_padding,
+)
+from support.tokenizer import EOT, VOCAB_SIZE, tokenizer_json
 
-EMBEDDING = "transformer.wte.weight"
 SHAPE = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
+CHANGED = "gpt2-changed"  # the model_type of what is no GPT-2 any more
+
+
+@dataclass
+class Pretrained:
+    """A model as its files tell it."""
+
+    name: str
+    fields: dict[str, Any]  # of its GPTConfig: a GPT-2's shape, of a changed one all
+    weights: dict[str, torch.Tensor]
+    fingerprint: Fingerprint | None = None  # if it is a changed one
 
 
 def is_conv1d(name: str) -> bool:
@@ -27,54 +52,111 @@ def is_conv1d(name: str) -> bool:
     return name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
 
 
+def turned(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """From our orientation to Hugging Face's, and back."""
+    return {n: w.t() if is_conv1d(n) and w.dim() == 2 else w for n, w in weights.items()}
+
+
 # -- reading
 
 
-def read_model(name_or_dir: str | Path) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Shape and weights of a name on the hub, a model directory, or a .pt file.
+def read_model(name_or_dir: str | Path) -> Pretrained:
+    """What a name on the hub, a model directory, or a .pt file holds.
 
-    Raises UserError if it is no GPT-2.
+    Raises UserError if it is no GPT-2, and none that code like this has changed.
     """
     if str(name_or_dir).endswith(".pt"):
-        return read_pt(Path(name_or_dir))
+        shape, weights = read_pt(Path(name_or_dir))
+        refuse_other_sizes(shape, weights)
+        return Pretrained(str(name_or_dir), shape, weights)
     directory = Path(name_or_dir)
     if not directory.is_dir():
         directory = download_pretrained(str(name_or_dir))
-    shape = read_shape(directory)
+    theirs = read_config(directory)
+    if theirs["model_type"] == CHANGED:
+        found = read_changed(directory, theirs)
+        refuse_missing_layers(found.fields["n_layer"], found.weights)
+        return found
+    shape = read_shape(directory, theirs)
     weights = {}
     for name, w in read_weights(directory).items():
         if not name.startswith("transformer."):
             name = f"transformer.{name}"  # the hub's own gpt2 has no prefix
-        weights[name] = w.t() if is_conv1d(name) and w.dim() == 2 else w
-    return shape, without_buffers(weights)
+        weights[name] = w
+    weights = without_buffers(turned(weights))
+    refuse_other_sizes(shape, weights)
+    return Pretrained(str(name_or_dir), shape, weights)
 
 
 def without_buffers(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Without what is no parameter: masks that older files carry, and the head, which is tied."""
-    buffers = (".attn.bias", ".attn.masked_bias", "lm_head.weight")
+    buffers = (".attn.bias", ".attn.masked_bias", HEAD)
     return {name: w for name, w in weights.items() if not name.endswith(buffers)}
 
 
 def refuse_other_sizes(shape: dict, weights: dict[str, torch.Tensor]) -> None:
     """Raises UserError if the weights are not of this shape, before a model of it is made."""
     C = shape["n_embd"]
-    expected = {
-        EMBEDDING: (shape["vocab_size"], C),
-        "transformer.wpe.weight": (shape["block_size"], C),
-    }
+    expected = {EMBEDDING: (shape["vocab_size"], C), POSITIONS: (shape["block_size"], C)}
     for name, size in expected.items():
         if name in weights and weights[name].shape != size:
             found = tuple(weights[name].shape)
             raise UserError(f"{name} has shape {found} where {size} was expected")
-    for i in range(shape["n_layer"]):
-        name = f"transformer.h.{i}.ln_1.weight"
+    refuse_missing_layers(shape["n_layer"], weights)
+
+
+def refuse_missing_layers(L: int, weights: dict[str, torch.Tensor]) -> None:
+    """Raises UserError if there are fewer than L layers: a damaged L would take all memory."""
+    there = {name.split(".")[2] for name in weights if name.startswith("transformer.h.")}
+    for i in range(L):
+        if str(i) not in there:
+            raise UserError(
+                f"the weights have no tensor transformer.h.{i}.…: this is not a GPT-2 of {L} layers"
+            )
+
+
+def crop_positions(weights: dict[str, torch.Tensor], T: int) -> dict[str, torch.Tensor]:
+    """Weights for a context of T tokens. Raises UserError where fewer positions were learned."""
+    if POSITIONS not in weights:  # it has none to learn
+        return weights
+    known = len(weights[POSITIONS])
+    if T > known:
+        raise UserError(
+            f"the weights know {known} positions, {T} were asked for: "
+            "sequence_length can only shrink"
+        )
+    return {**weights, POSITIONS: weights[POSITIONS][:T]}
+
+
+@torch.no_grad()
+def load_weights(
+    parameters: dict[str, torch.Tensor], weights: dict[str, torch.Tensor], config
+) -> None:
+    """Copies weights into the parameters of these names; the padding becomes zero.
+
+    config: the model's, with vocab_size and n_layer. Raises UserError where a tensor is missing,
+    too much, or of another shape.
+    """
+    kind = f"this is not a GPT-2 of {config.n_layer} layers"
+    for name, p in parameters.items():
         if name not in weights:
-            L = shape["n_layer"]
-            raise UserError(f"the weights have no tensor {name}: this is not a GPT-2 of {L} layers")
+            raise UserError(f"the weights have no tensor {name}: {kind}")
+        w = weights[name]
+        rows = without_padding(name, p, config.vocab_size)
+        if w.shape != rows.shape or not w.is_floating_point():
+            raise UserError(
+                f"{name} has shape {tuple(w.shape)} of {w.dtype} where {tuple(rows.shape)} of "
+                "floating-point numbers was expected"
+            )
+        p.zero_()
+        rows.copy_(w)
+    surplus = set(weights) - set(parameters)
+    if surplus:
+        raise UserError(f"the weights have a tensor {min(surplus)} too much: {kind}")
 
 
-def read_shape(directory: Path) -> dict:
-    """What a Hugging Face config.json fixes. Raises UserError unless it is a GPT-2's."""
+def read_config(directory: Path) -> dict:
+    """What config.json says. Raises UserError unless it is of a GPT-2, changed or not."""
     path = directory / "config.json"
     try:
         theirs = json.loads(path.read_bytes().decode("utf-8-sig"))
@@ -85,17 +167,35 @@ def read_shape(directory: Path) -> dict:
         ) from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is no JSON: it is damaged; fetch or make it again") from None
-    if not isinstance(theirs, dict) or theirs.get("model_type") != "gpt2":
-        kind = theirs.get("model_type") if isinstance(theirs, dict) else type(theirs).__name__
+    kind = theirs.get("model_type") if isinstance(theirs, dict) else type(theirs).__name__
+    if kind not in ("gpt2", CHANGED):
         raise UserError(
             f"{directory} holds a {kind!r} model; only GPT-2's architecture can be loaded"
         )
+    return theirs
+
+
+def read_fields(directory: Path) -> dict:
+    """The fields of GPTConfig that a model directory fixes; its weights are not read."""
+    theirs = read_config(directory)
+    if theirs["model_type"] == CHANGED:
+        return theirs.get("gpt_config") or {}
+    return read_shape(directory, theirs)
+
+
+def refuse_wrong_sizes(path: Path, shape: dict) -> None:
+    """Raises UserError unless the sizes in a configuration are numbers from 1 on."""
+    wrong = [key for key in SHAPE if type(shape.get(key)) is not int or shape[key] < 1]
+    if wrong:
+        told = ", ".join(f"{key} {shape.get(key)!r}" for key in wrong)
+        raise UserError(f"{path} has {told}: numbers from 1 on were expected; it is damaged")
+
+
+def read_shape(directory: Path, theirs: dict) -> dict:
+    """What a GPT-2's config.json fixes. Raises UserError unless it is OpenAI's architecture."""
     shape: dict[str, Any] = {key: theirs.get(key) for key in SHAPE}
     shape["block_size"] = theirs.get("n_positions")
-    wrong = [key for key, n in shape.items() if type(n) is not int or n < 1]
-    if wrong:
-        told = ", ".join(f"{key} {shape[key]!r}" for key in wrong)
-        raise UserError(f"{path} has {told}: numbers from 1 on were expected; it is damaged")
+    refuse_wrong_sizes(directory / "config.json", shape)
     openai = dict(
         activation_function="gelu_new",
         n_inner=4 * shape["n_embd"],
@@ -163,7 +263,8 @@ def read_pt(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     stand_ins: list = [(TheirConfig, f"{module}.GPTConfig") for module in modules]
     try:
         with torch.serialization.safe_globals(stand_ins):
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            zipped = zipfile.is_zipfile(path)  # PyTorch's format before 1.6 cannot be mapped
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         shape = {key: theirs[key] for key in SHAPE}
         weights = {re.sub(r"^(_orig_mod\.|module\.)+", "", n): w for n, w in saved["model"].items()}
@@ -177,6 +278,11 @@ def read_pt(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
     except (RuntimeError, EOFError, KeyError, TypeError, AttributeError) as error:
         reason = first_line(error)
         raise UserError(f"{path} is no checkpoint of nanoGPT or build-nanogpt ({reason})") from None
+    if "model_args" in saved:
+        mention(
+            f"{path}: nanoGPT trains with exact GELU; this is GPT-2's tanh form of it, so the "
+            "logits differ slightly"
+        )
     V = min(shape["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
     shape["vocab_size"] = V
     if EMBEDDING in weights:
@@ -187,6 +293,12 @@ def read_pt(path: Path) -> tuple[dict, dict[str, torch.Tensor]]:
             bias = name.replace(".weight", ".bias")
             weights.setdefault(bias, torch.zeros(len(weights[name])))
     return shape, without_buffers(weights)
+
+
+def mention(message: str) -> None:
+    """Prints a line where it disturbs no text and no JSON, and only once for all processes."""
+    if os.environ.get("RANK", "0") == "0":
+        print(message, file=sys.stderr, flush=True)
 
 
 def download_pretrained(name: str) -> Path:
@@ -217,34 +329,107 @@ def download_pretrained(name: str) -> Path:
         ) from None
 
 
+# -- changed models
+
+
+def refuse_other_code(found: Pretrained, make: Callable, config_class: type) -> None:
+    """Raises UserError if a changed model was written by code that computes something else."""
+    if found.fingerprint is None:
+        return
+    known = {f.name for f in dataclasses.fields(config_class)}
+    unknown = [f"{name} {value!r}" for name, value in found.fields.items() if name not in known]
+    if unknown:
+        raise UserError(
+            f"{found.name} is a changed GPT-2 with {', '.join(unknown)}, which this code does not "
+            "know: use the code that wrote it"
+        )
+    ours = take_fingerprint(make, config_class(**found.fields)).logits
+    theirs = found.fingerprint.logits
+    if ours != theirs and other_logits(torch.tensor(ours), torch.tensor(theirs)):
+        raise UserError(
+            f"{found.name} is a changed GPT-2 ({found.fingerprint.difference}), and this code is "
+            "changed otherwise, or not at all: use the code that wrote it"
+        )
+
+
+def read_changed(directory: Path, theirs: dict) -> Pretrained:
+    """A model that `write_model` has called changed. Raises UserError if config.json is damaged."""
+    path = directory / "config.json"
+    found = theirs.get("gpt_config")
+    logits = theirs.get("fingerprint")
+    if not isinstance(found, dict) or not isinstance(logits, list):
+        raise UserError(f"{path} lacks gpt_config or fingerprint: it is damaged")
+    refuse_wrong_sizes(path, found)
+    fingerprint = Fingerprint(str(theirs.get("difference")), logits)
+    return Pretrained(str(directory), found, turned(read_weights(directory)), fingerprint)
+
+
+def changed_config(fields: dict, fingerprint: Fingerprint) -> dict:
+    """The config.json of a model that is no GPT-2.
+
+    AutoModel refuses the model_type; GPT2LMHeadModel, which only warns of it, the activation.
+    """
+    return dict(
+        model_type=CHANGED,
+        activation_function="not GPT-2, see README.md",
+        difference=fingerprint.difference,
+        gpt_config=fields,
+        fingerprint=fingerprint.logits,
+    )
+
+
+def describe_change(fingerprint: Fingerprint) -> str:
+    """The line of a run whose checkpoints will not be GPT-2s."""
+    return (
+        f"model: not a GPT-2: {fingerprint.difference}; its checkpoints say {CHANGED}, "
+        "transformers refuses them, the scripts of this code read them"
+    )
+
+
+def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> None:
+    """Raises UserError if a GPT-2 is to go on as another model that has the same tensors."""
+    if fingerprint.difference and read_config(directory)["model_type"] != CHANGED:
+        raise UserError(
+            f"{directory} is a GPT-2, and this code is none ({fingerprint.difference}): "
+            f"resume with the code that wrote it, or take its weights with --init-from {directory}"
+        )
+
+
 # -- writing
 
 
 def write_model(
-    directory: Path, shape: dict, weights: dict[str, torch.Tensor], card: dict[str, object]
+    directory: Path,
+    fields: dict,
+    weights: dict[str, torch.Tensor],
+    fingerprint: Fingerprint,
+    card: dict[str, object],
 ) -> None:
-    """Writes a complete Hugging Face GPT-2 directory.
+    """Writes a complete Hugging Face directory; transformers reads it if it is a GPT-2.
 
-    weights: (out, in) as everywhere here, without padding, the tied head once. card: the rows of
-    the model card, in this order.
+    fields: of the GPTConfig. weights: (out, in) as everywhere here, the tied head once. card: the
+    rows of the model card, in this order.
     """
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    theirs = {name: (w.t() if is_conv1d(name) else w).contiguous() for name, w in weights.items()}
+    V = fields["vocab_size"]
+    kept = {name: without_padding(name, w, V) for name, w in weights.items()}
+    theirs = {name: w.contiguous() for name, w in turned(kept).items()}
     save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o666 & ~umask())  # it would be its owner's alone
-    write_json(directory / "config.json", hf_config(shape))
+    changed = changed_config(fields, fingerprint)
+    write_json(directory / "config.json", changed if fingerprint.difference else hf_config(fields))
     generation = dict(
         bos_token_id=EOT,
         eos_token_id=EOT,
         # transformers' pipeline asks for 256 of any model, and cannot slide the window
-        max_new_tokens=min(256, shape["block_size"] // 2),
+        max_new_tokens=min(256, fields["block_size"] // 2),
     )
     write_json(directory / "generation_config.json", generation)
-    write_tokenizer(directory, shape["block_size"])
-    num_params = sum(w.numel() for w in weights.values())
-    text = model_card(num_params, card)
+    write_tokenizer(directory, fields["block_size"])
+    num_params = sum(w.numel() for w in kept.values())
+    text = model_card(num_params, card, fingerprint.difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 
@@ -281,23 +466,31 @@ def hf_config(shape: dict) -> dict:
     )
 
 
-def model_card(num_params: int, facts: dict) -> str:
+def model_card(num_params: int, facts: dict, difference: str = "") -> str:
     """The README.md of a model directory."""
     rows = []
     for name, value in facts.items():
         escaped = str(value).replace("|", "\\|")
         rows.append(f"| {name} | {escaped} |\n")
+    if difference:
+        library = ""
+        kind = "A changed GPT-2"
+        use = f"""This is not a GPT-2: {difference}. transformers cannot run it;
+`python sample.py --model` of the code that wrote it can."""
+    else:
+        library = "library_name: transformers\n"
+        kind = "GPT-2"
+        use = """`transformers.pipeline("text-generation", "this directory")` runs it;
+so does `python sample.py --model` where it was trained."""
     return f"""---
-library_name: transformers
-pipeline_tag: text-generation
+{library}pipeline_tag: text-generation
 ---
-# GPT-2, {num_params / 1e6:,.0f}M parameters
+# {kind}, {num_params / 1e6:,.0f}M parameters
 
 | | |
 |---|---|
 {"".join(rows)}
-`transformers.pipeline("text-generation", "this directory")` runs it;
-so does `python sample.py --model` where it was trained.
+{use}
 """
 
 
@@ -319,53 +512,3 @@ def write_tokenizer(directory: Path, model_max_length: int) -> None:
     )
     (directory / "tokenizer.json").write_text(tokenizer_json(), encoding="utf-8")
     write_json(directory / "tokenizer_config.json", config)
-
-
-@lru_cache(maxsize=1)
-def tokenizer_json() -> str:
-    """GPT-2's tokenizer as Hugging Face's `tokenizer.json`."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-    # GPT-2 writes bytes as printable characters: those that print as themselves, the other 68 as
-    # U+0100 onwards.
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [b for b in range(256) if b not in printable]
-    to_char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
-
-    def spell(token: bytes) -> str:
-        return "".join(to_char[b] for b in token)
-
-    vocab = {spell(token): rank for token, rank in mergeable_ranks().items()}
-    vocab["<|endoftext|>"] = EOT
-    pairs = [(spell(a), spell(b)) for a, b in merges()]
-    tokenizer = Tokenizer(models.BPE(vocab, pairs))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens(["<|endoftext|>"])
-    return tokenizer.to_str()
-
-
-@lru_cache(maxsize=1)
-def merges() -> list[tuple[bytes, bytes]]:
-    """GPT-2's `vocab.bpe`: for each token of several bytes the two parts it is made of.
-
-    They are in order of rank. The rank table does not hold them, but the encoder's own rule finds
-    them: of the bytes of a token, merge the pair of the lowest rank, again and again, until two
-    parts are left.
-    """
-    ranks = mergeable_ranks()
-
-    def halves(token: bytes) -> tuple[bytes, bytes]:
-        parts = [bytes([b]) for b in token]
-        while len(parts) > 2:
-            pair_ranks = [ranks.get(a + b, VOCAB_SIZE) for a, b in pairwise(parts)]
-            i = pair_ranks.index(min(pair_ranks))
-            parts[i : i + 2] = [parts[i] + parts[i + 1]]
-        return parts[0], parts[1]
-
-    return [halves(token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]

@@ -57,8 +57,8 @@ def resize_embedding(optimizer_state: dict, rows: int) -> dict:
         return torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
 
     states = dict(optimizer_state["state"])
-    if hf.EMBEDDING in states:
-        states[hf.EMBEDDING] = {name: resize(x) for name, x in states[hf.EMBEDDING].items()}
+    for padded in {hf.EMBEDDING, hf.HEAD} & set(states):
+        states[padded] = {name: resize(x) for name, x in states[padded].items()}
     return {**optimizer_state, "state": states}
 
 

@@ -1,4 +1,4 @@
-"""Files of tokens: ours and build-nanogpt's, llm.c's and nanoGPT's."""
+"""Files of tokens (ours and build-nanogpt's, llm.c's and nanoGPT's), and the stream in them."""
 
 import io
 import json
@@ -128,3 +128,103 @@ def write_shard(path: Path, parts: list) -> str:
     array = {"descr": "<u2", "fortran_order": False, "shape": (count,)}
     np.lib.format.write_array_header_1_0(header, array)
     return write_whole(path, header.getvalue(), *parts)
+
+
+class TokenStream:
+    """The token shards of one split as an endless stream of sequences of T+1 tokens.
+
+    Inside a shard they are cut with stride T, so each one's last token is the next one's first, and
+    what is left at a shard's end is skipped. Epoch follows epoch, and sequence k is the same,
+    whoever asks. With shuffle, each epoch permutes the shards, and in each shard the sequences,
+    which begin at another offset in each epoch. Raises UserError for missing, damaged or too small
+    shards.
+    """
+
+    def __init__(
+        self,
+        data_dir: str | Path,
+        split: str,
+        T: int,
+        *,
+        shuffle: bool,
+        seed: int,
+        vocab_size: int,
+    ):
+        self.T = T
+        self.shuffle = shuffle
+        self.seed = seed
+        self.vocab_size = vocab_size
+        self.shards = find_shards(Path(data_dir), split)
+        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
+        self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
+        if not self.num_sequences:
+            raise UserError(
+                f"the {split} split in {data_dir} has {self.num_tokens} tokens in "
+                f"{len(self.shards)} shard(s), none of them has one sequence of {T} + 1"
+            )
+        self.open_epoch: tuple = (None, None)  # its number, and what order_of says of it
+        self.open_shard: tuple = (None, None)  # epoch and index, and what starts_of says of it
+
+    def sequence(self, k: int) -> np.ndarray:
+        """The T+1 tokens of sequence k of the stream, uint16."""
+        shard, start = self.find_sequence(k)
+        tokens = shard.read(start, self.T + 1)
+        if tokens.max() >= self.vocab_size:
+            bad = int(np.argmax(tokens >= self.vocab_size))
+            raise UserError(
+                f"{shard.path}: token {tokens[bad]} at offset {start + bad} is outside the "
+                f"vocabulary of {self.vocab_size}: the file is damaged, or made with another "
+                "tokenizer"
+            )
+        return tokens
+
+    def find_sequence(self, k: int) -> tuple[Shard, int]:
+        """-> the shard that holds sequence k of the stream, and the token at which it begins."""
+        epoch, k = divmod(k, self.num_sequences)
+        number, found = self.open_epoch
+        if number != epoch:
+            found = self.order_of(epoch)
+            self.open_epoch = (epoch, found)
+        order, ends = found
+        i = int(np.searchsorted(ends, k, side="right"))  # the shard's place in this epoch's order
+        before = int(ends[i - 1]) if i else 0
+        wanted = (epoch, int(order[i]))
+        which, starts = self.open_shard
+        if which != wanted:
+            starts = self.starts_of(*wanted)
+            self.open_shard = (wanted, starts)
+        return self.shards[order[i]], int(starts[k - before])
+
+    def sequences_in(self, shard: Shard) -> int:
+        """How many sequences a shard has, in every epoch the same number."""
+        N, T = shard.num_tokens, self.T
+        if N <= T:
+            return 0
+        if self.shuffle:  # one less, so that there is room for an offset
+            return max(1, (N - T) // T)
+        return (N - 1) // T
+
+    def order_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The shards of an epoch in order, and how many sequences come up to the end of each."""
+        order = np.arange(len(self.shards))
+        if self.shuffle:
+            order = np.argsort(random_bits(len(order), self.seed, epoch), kind="stable")
+        return order, np.cumsum([self.sequences_in(self.shards[i]) for i in order])
+
+    def starts_of(self, epoch: int, index: int) -> np.ndarray:
+        """The tokens of a shard at which its sequences begin, in the order of this epoch."""
+        shard = self.shards[index]
+        n = self.sequences_in(shard)
+        if not self.shuffle:
+            return self.T * np.arange(n)
+        bits = random_bits(n + 1, self.seed, epoch, index + 1)
+        offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
+        return offset + self.T * np.argsort(bits[1:], kind="stable")
+
+
+def random_bits(n: int, *seed: int) -> np.ndarray:
+    """n random numbers of 64 bits that depend on the seed alone.
+
+    The raw bits of PCG64 never change between versions of NumPy.
+    """
+    return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)

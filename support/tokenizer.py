@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -99,3 +100,56 @@ def check_vocabulary(model: str, vocab_size: int) -> None:
             f"{model} has a vocabulary of {vocab_size}: its tokens are not GPT-2's {VOCAB_SIZE}, "
             "which text is turned into here; use a model that has those"
         )
+
+
+# -- for Hugging Face
+
+
+@lru_cache(maxsize=1)
+def tokenizer_json() -> str:
+    """GPT-2's tokenizer as Hugging Face's `tokenizer.json`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    # GPT-2 writes bytes as printable characters: those that print as themselves, the other 68 as
+    # U+0100 onwards.
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    others = [b for b in range(256) if b not in printable]
+    to_char = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+    def spell(token: bytes) -> str:
+        return "".join(to_char[b] for b in token)
+
+    vocab = {spell(token): rank for token, rank in mergeable_ranks().items()}
+    vocab["<|endoftext|>"] = EOT
+    pairs = [(spell(a), spell(b)) for a, b in merges()]
+    tokenizer = Tokenizer(models.BPE(vocab, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return tokenizer.to_str()
+
+
+@lru_cache(maxsize=1)
+def merges() -> list[tuple[bytes, bytes]]:
+    """GPT-2's `vocab.bpe`: for each token of several bytes the two parts it is made of.
+
+    They are in order of rank. The rank table does not hold them, but the encoder's own rule finds
+    them: of the bytes of a token, merge the pair of the lowest rank, again and again, until two
+    parts are left.
+    """
+    ranks = mergeable_ranks()
+
+    def halves(token: bytes) -> tuple[bytes, bytes]:
+        parts = [bytes([b]) for b in token]
+        while len(parts) > 2:
+            pair_ranks = [ranks.get(a + b, VOCAB_SIZE) for a, b in pairwise(parts)]
+            i = pair_ranks.index(min(pair_ranks))
+            parts[i : i + 2] = [parts[i] + parts[i + 1]]
+        return parts[0], parts[1]
+
+    return [halves(token) for token in sorted(ranks, key=ranks.__getitem__) if len(token) > 1]

@@ -173,6 +173,14 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
         assert process.poll() is None, process.communicate()
 
 
+def wait_for_file(path: Path) -> None:
+    """Waits until somebody has made a file or directory; fails if it takes too long."""
+    end = time.monotonic() + LONGEST / 3
+    while not path.exists():
+        time.sleep(0.01)
+        assert time.monotonic() < end, f"{path} does not come"
+
+
 @cache
 def warm_server() -> Warm:
     """One for all tests of this process, started when the first one needs it."""

@@ -3,14 +3,18 @@ projects' files.
 """
 
 import ast
+import functools
 import json
 import random
+import re
 import sys
 import types
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import (
     SHARED_DATA,
     documents,
@@ -22,8 +26,11 @@ from conftest import (
 )
 from safetensors.torch import load_file
 
-from model import GPT
+import model
+from model import GPT, GPTConfig
+from support import hf
 from support.common import UserError
+from support.fingerprint import Fingerprint
 from support.tokenizer import EOT, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -189,6 +196,31 @@ def test_a_checkpoint_of_nanogpt_loads(tmp_path, prefix):
     assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
 
 
+def test_nanogpts_exact_gelu_is_mentioned_once_and_build_nanogpts_tanh_form_is_not(
+    tmp_path, capsys
+):
+    weights = their_weights(random_model(), "")
+    torch.save(dict(model=weights, model_args=FIELDS), tmp_path / "ckpt.pt")
+    GPT.from_pretrained(tmp_path / "ckpt.pt")
+    told = capsys.readouterr()
+    assert told.out == ""  # where samples and JSON go
+    [line] = told.err.splitlines()
+    assert "nanoGPT trains with exact GELU" in line
+
+
+def test_files_of_before_pytorch_1_6_load_too(tmp_path):
+    ours = random_model()
+    ours.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    old = dict(_use_new_zipfile_serialization=False)
+    torch.save(weights, tmp_path / "pytorch_model.bin", **old)
+    assert same_weights(GPT.from_pretrained(tmp_path), ours)
+    saved = dict(model=their_weights(ours, ""), model_args=FIELDS)
+    torch.save(saved, tmp_path / "ckpt.pt", **old)
+    assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
+
+
 def test_a_nanogpt_without_biases_has_zeros(tmp_path):
     ours = random_model()
     with torch.no_grad():
@@ -201,7 +233,7 @@ def test_a_nanogpt_without_biases_has_zeros(tmp_path):
 
 
 @pytest.mark.parametrize("module", ["__main__", "train_gpt2"])
-def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, module):
+def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, capsys, module):
     ours = random_model()
     config = type("GPTConfig", (), {"__module__": module})()  # a dataclass of its script, pickled
     vars(config).update(FIELDS)
@@ -210,6 +242,7 @@ def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, module):
         there.setitem(sys.modules, module, types.SimpleNamespace(GPTConfig=type(config)))
         torch.save(saved, tmp_path / "model_19072.pt")
     assert same_weights(GPT.from_pretrained(tmp_path / "model_19072.pt"), ours)
+    assert capsys.readouterr().err == ""  # its GELU is GPT-2's
 
 
 class Evil:
@@ -286,6 +319,151 @@ def test_a_hub_that_cannot_be_reached_is_one_line():
     [line] = done.stderr.splitlines()
     sentence = "'no-such-model' is not a directory here, and the hub cannot be reached "
     assert line.startswith(f"sample.py: {sentence}")
+
+
+# -- the label: is this code a GPT-2?
+
+SMALL = dict(block_size=40, n_layer=3, n_head=3, n_embd=48)
+
+
+def difference(**fields) -> str:
+    return GPT(GPTConfig(**(SMALL | fields))).fingerprint.difference
+
+
+def exact_gelu(self, x):
+    return self.c_proj(F.gelu(self.c_fc(x)))
+
+
+def windowed(self, x, mask=None, cache=None):
+    """Attention that sees 39 tokens: of 40, only the last one misses anything."""
+    ones = torch.ones(x.size(1), x.size(1), dtype=torch.bool)
+    return attention(self, x, mask=ones.tril() & ones.triu(-38))
+
+
+attention = model.CausalSelfAttention.forward
+
+
+def after_the_block(self, x, mask, cache):
+    x = self.ln_1(x + self.attn(x, mask, cache))
+    return self.ln_2(x + self.mlp(x))
+
+
+def soft_cap(self, x):
+    return 30 * (logits(self, x) / 30).tanh()
+
+
+logits = GPT.logits
+
+
+def broken(self, x):
+    raise RuntimeError("no such kernel\nand a page of more")
+
+
+@pytest.mark.parametrize(
+    "part, name, changed, sentence",
+    [
+        (model.MLP, "forward", exact_gelu, "standard deviations"),
+        (model.MLP, "forward", broken, "cannot be compared: no such kernel$"),
+        (model.CausalSelfAttention, "forward", windowed, "standard deviations"),
+        (model.Block, "layers", after_the_block, "standard deviations"),
+        (GPT, "logits", soft_cap, "standard deviations"),
+        (torch.nn, "LayerNorm", functools.partial(torch.nn.LayerNorm, eps=1e-6), "deviations"),
+        (torch.nn, "LayerNorm", torch.nn.RMSNorm, "no tensor transformer.h.0.ln_1.bias"),
+    ],
+)
+def test_code_that_computes_something_else_is_no_gpt2(monkeypatch, part, name, changed, sentence):
+    monkeypatch.setattr(part, name, changed)
+    assert re.search(sentence, difference())
+
+
+def test_another_tensor_anywhere_is_no_gpt2(monkeypatch):
+    block = model.Block.__init__
+
+    def third_has_more(self, config):
+        block(self, config)
+        third_has_more.count += 1
+        if third_has_more.count == 3:
+            self.mlp.c_proj = torch.nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+
+    third_has_more.count = 0
+    monkeypatch.setattr(model.Block, "__init__", third_has_more)
+    assert difference() == "it has no tensor transformer.h.2.mlp.c_proj.bias"
+
+
+@pytest.mark.parametrize("fields", [dict(pad_vocab_to=1), dict(activation_checkpointing=True)])
+def test_this_code_is_a_gpt2_whatever_its_harmless_fields(fields):
+    assert difference(**fields) == ""
+
+
+def test_no_setting_of_precision_changes_the_label_or_is_changed_and_no_number_is_drawn():
+    plain = GPT(GPTConfig(**SMALL)).fingerprint.logits
+    before = torch.get_rng_state()
+    with settings_of_a_wild_run():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = hf.take_fingerprint(GPT, GPTConfig(**SMALL))
+        assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch._C._get_mkldnn_enabled()
+    assert found == Fingerprint("", plain)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@contextmanager
+def settings_of_a_wild_run():
+    torch.set_float32_matmul_precision("medium")
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.use_deterministic_algorithms(False)
+        torch.set_default_device(None)
+
+
+def test_the_label_is_found_out_once_a_run_not_at_each_save(tmp_path, monkeypatch):
+    ours = random_model()
+    calls = []
+    found = model.hf.take_fingerprint
+
+    def count(*args):
+        calls.append(args)
+        return found(*args)
+
+    monkeypatch.setattr(model.hf, "take_fingerprint", count)
+    for name in "abc":
+        ours.save_pretrained(tmp_path / name)
+    assert len(calls) == 1
+
+
+def test_the_head_of_a_model_that_unties_it_is_saved_without_its_padding(tmp_path, monkeypatch):
+    def untied(self, device):
+        self.to_empty(device=device)
+
+    monkeypatch.setattr(GPT, "allocate", untied)
+    ours = random_model()
+    assert ours.fingerprint.difference == "GPT-2 has no tensor lm_head.weight"
+    ours.save_pretrained(tmp_path)
+    back = GPT.from_pretrained(tmp_path, pad_vocab_to=1)
+    idx = torch.randint(0, 50257, (1, 20))
+    assert torch.equal(back(idx)[0], ours(idx)[0])
+    assert not torch.equal(back.lm_head.weight, back.transformer.wte.weight)
+
+
+@pytest.mark.parametrize("damage", ["gpt_config", "fingerprint", "n_layer"])
+def test_a_damaged_config_of_a_changed_model_is_a_sentence(tmp_path, monkeypatch, damage):
+    with monkeypatch.context() as there:
+        there.setattr(model.MLP, "forward", exact_gelu)
+        random_model().save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    if damage == "n_layer":
+        config["gpt_config"]["n_layer"] = "many"
+    else:
+        del config[damage]
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match="it is damaged"):
+        GPT.from_pretrained(tmp_path)
 
 
 # -- checkpoints that training wrote

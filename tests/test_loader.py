@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+import threading
 
 import numpy as np
 import pytest
@@ -137,6 +138,24 @@ def test_the_cursor_is_the_whole_state(shards, shuffle, consumed, more, B):
     other.load_state_dict(state)
     for _ in range(more):
         assert torch.equal(loader.next_batch()[0], other.next_batch()[0])
+
+
+def test_batches_are_pinned_where_asked_by_the_thread_that_knows_its_gpu(shards, monkeypatch):
+    threads = []
+
+    def pin(x):
+        threads.append(threading.current_thread())
+        return x
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    DataLoaderLite(shards, "train", 2, 8).next_batch()
+    assert threads == []
+    loader = DataLoaderLite(shards, "train", 2, 8, pin=True)
+    loader.batch(0, 1)  # validation copies it once more
+    assert threads == []
+    loader.next_batch()
+    assert threads == [threading.main_thread()] * 2
 
 
 def test_reset_starts_again(shards):

@@ -205,6 +205,28 @@ def test_the_loss_in_16_bits_is_as_near_to_float32_as_the_plain_one(precision, s
         assert (a - c).norm() < max(3 * (b - c).norm(), 1e-4 * c.norm())
 
 
+def test_in_float16_thousands_of_rows_that_agree_do_not_overflow():
+    """2,048 rows predict the same token, and one channel of x is 100 in all of them: their sum is
+    three times what float16 holds, their mean is harmless.
+    """
+    torch.manual_seed(0)
+    x = torch.randn(2048, 16)
+    x[:, 3] = 100
+    w = 0.01 * torch.randn(128, 16)
+    y = torch.full((2048,), 7)
+
+    def gradient(enabled: bool):
+        weight = w.clone().requires_grad_()
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            loss = loss_in_parts(x, weight, y)
+        loss.backward()
+        return weight.grad
+
+    exact = gradient(False)
+    assert 50 < exact.abs().max() < 200
+    assert (gradient(True) - exact).norm() < 0.01 * exact.norm()
+
+
 def test_activation_checkpointing_gives_the_same_gradients(tiny):
     x = torch.randint(0, 50257, (2, 8))
 

@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from support import tokenizer
 from support.common import UserError
-from support.hf import merges, tokenizer_json
 from support.tokenizer import (
     EOT,
     check_vocabulary,
     encode,
     get_tokenizer,
     mergeable_ranks,
+    merges,
     replace_surrogates,
+    tokenizer_json,
 )
 
 

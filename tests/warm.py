@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,8 @@ import torch, train_gpt2, sample, hellaswag, transformers
 import torch._inductor.compile_fx
 import support.device
 support.device.peak_flops = lambda device, dtype: (1e11, "not measured: it takes a second")
+from support.tokenizer import tokenizer_json
+tokenizer_json()  # a second of work that each checkpoint would wait for
 for line in sys.stdin:
     job = json.loads(line)
     child = os.fork()
@@ -43,6 +46,19 @@ for line in sys.stdin:
                 stream = open(number, "r" if number == 0 else "w", closefd=False)
             setattr(sys, name, stream)
         os.environ.update(job["env"])
+        if job["root"] != sys.argv[1]:  # a copy: its own scripts, and all but the tokenizer
+            scripts = [name.removesuffix(".py") for name in os.listdir(job["root"])]
+            for name in set(sys.modules) - {"support.tokenizer"}:
+                if name.split(".")[0] in scripts:
+                    del sys.modules[name]
+            sys.path[0] = job["root"]
+        others = []
+        for rank in range(1, job["ranks"]):
+            others.append(os.fork())
+            if others[-1] == 0:
+                others = []
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+                break
         os.chdir(job["cwd"])
         if job["powerless"]:
             import ctypes
@@ -70,11 +86,22 @@ for line in sys.stdin:
                     stream and stream.flush()
                 except OSError:
                     code = 120
+            for other in others:
+                code = code or os.waitstatus_to_exitcode(os.waitpid(other, 0)[1])
             os._exit(code)
     print(child, flush=True)
     _, status = os.waitpid(child, 0)
     print(os.waitstatus_to_exitcode(status), flush=True)
 """
+
+
+def two_ranks() -> dict:
+    """`ranks=2` and what torchrun would put into the environment of the first of them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    sizes = dict(WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", RANK="0", LOCAL_RANK="0")
+    return dict(ranks=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **sizes)
 
 
 class Warm:
@@ -97,16 +124,30 @@ class Warm:
         self.folder.cleanup()
 
     def start(
-        self, script, *args, cwd=None, closed=(), largest_file=0, powerless=False, **env
+        self,
+        script,
+        *args,
+        root=ROOT,
+        cwd=None,
+        closed=(),
+        largest_file=0,
+        powerless=False,
+        ranks=1,
+        **env,
     ) -> int:
-        """Starts a script -> its process number; `finish` must follow before the next one."""
+        """Starts a script of `root`, this repository or a copy of it -> its process number.
+
+        `finish` must follow before the next one.
+        """
         job = {
-            "script": str(ROOT / script),
+            "root": str(root),
+            "script": str(root / script),
             "args": [str(arg) for arg in args],
-            "cwd": str(cwd or ROOT),
+            "cwd": str(cwd or root),
             "closed": list(closed),  # of 0, 1, 2
             "largest_file": largest_file,  # bytes: what a full disk allows to write
             "powerless": powerless,  # even root is bound by permissions then
+            "ranks": ranks,  # processes; the others are forked from this one (`two_ranks`)
             "env": env,
             "out": f"{self.folder.name}/out",
             "err": f"{self.folder.name}/err",

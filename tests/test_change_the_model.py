@@ -1,0 +1,248 @@
+"""docs/change-the-model.md: its changes, applied to a copy of the repository, keep every promise.
+
+The two traps that were there before are here, too: a flag that a resumed run forgot, and a changed
+model that called itself a GPT-2.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import (
+    ROOT,
+    documents,
+    losses,
+    random_model,
+    tiny_run,
+    wait_for_file,
+    weights_hash,
+    write_shard,
+)
+from warm import Warm, two_ranks
+
+import model as unchanged
+from model import GPT
+from support import hf
+from support.common import UserError
+
+transformers = pytest.importorskip("transformers")
+
+CHANGES = dict(
+    re.findall(
+        r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$",
+        (ROOT / "docs" / "change-the-model.md").read_text(encoding="utf-8"),
+        flags=re.DOTALL | re.MULTILINE,
+    )
+)
+RELU2 = "ReLU² instead of GELU"
+ROTARY = "RMSNorm and rotary positions"
+DROPOUT = "Dropout"
+FLAGS = "--sequence-length 64 --total-batch-size 256 --max-steps 16 --checkpoint-every 4 "
+FLAGS += "--keep-checkpoints 9 "
+
+# Run in the copy: generation with the cache, and HellaSwag with its shared contexts, are what the
+# model computes without either.
+CHECK = """
+import json, sys
+import torch
+import torch.nn.functional as F
+import hellaswag
+from model import GPT
+
+model = GPT.from_pretrained(sys.argv[1]).eval()
+prompts = torch.randint(0, 50257, (2, 9), generator=torch.Generator().manual_seed(0))
+lengths = [4, 9]
+out = model.generate(prompts, 8, lengths=lengths, temperature=0)
+with torch.no_grad():
+    for row, length in zip(out, lengths):
+        for n in range(length, length + 8):
+            assert model(row[None, :n])[0][0, -1].argmax() == row[n], "another token"
+    examples = [json.loads(line) for line in open(sys.argv[2])]
+    found, counts, _ = hellaswag.score(model, examples, "cpu")
+    for example, ours in zip(examples, found):
+        tokens, mask, _ = hellaswag.render_example(example)
+        logits = model(tokens)[0][:, :-1].transpose(1, 2)
+        plain = (F.cross_entropy(logits, tokens[:, 1:], reduction="none") * mask[:, 1:]).sum(1)
+        assert (torch.from_numpy(ours) - plain).abs().max() < 1e-2, "another loss"
+print("the same")
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Shards, and two examples of HellaSwag."""
+    folder = tmp_path_factory.mktemp("files")
+    write_shard(folder / "toy_val_000000.npy", documents(700, seed=0))
+    write_shard(folder / "toy_train_000001.npy", documents(3000, seed=1))
+    endings = ["pours it out.", "sings.", "goes home at once.", "eats the whole plate of it."]
+    examples = [
+        dict(ctx=f"A man {doing} a cup of tea. He", endings=endings, label=0)
+        for doing in ("makes", "spills and then cleans up")
+    ]
+    lines = [json.dumps(example) for example in examples]
+    (folder / "hellaswag.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def copy_with(change: str, folder) -> None:
+    """Makes a copy of the repository with one of the page's changes."""
+    folder.mkdir()
+    for name in ("support", "assets"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, folder)
+    (folder / "check.py").write_text(CHECK)
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    applied = subprocess.run(
+        ["git", "apply", "-"],
+        cwd=folder,
+        input=CHANGES[change],
+        encoding="utf-8",
+        capture_output=True,
+    )
+    assert applied.returncode == 0, applied.stderr
+
+
+@pytest.fixture(scope="module")
+def warm():
+    with Warm() as server:
+        yield server
+
+
+def run(warm, place, script, *args, expect: int = 0, **how):
+    """Runs a script of place/copy; fails, with what it printed, unless it ends as expected."""
+    done = warm.run(script, *args, root=place / "copy", **how)
+    assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def train_kill_resume(warm, place, files, flags: str, ranks=dict):
+    """Trains with and without a kill -9 on the way -> the last checkpoint, the same of both.
+
+    ranks() has what several processes need (warm.two_ranks).
+    """
+    whole = run(warm, place, "train_gpt2.py", *tiny_run(files, place / "whole", flags), **ranks())
+    cut = tiny_run(files, place / "cut", flags)
+    pid = warm.start("train_gpt2.py", *cut, root=place / "copy", **ranks())
+    wait_for_file(place / "cut" / "ckpt_000004")
+    warm.kill(pid)
+    last = place / "cut" / "ckpt_000016"
+    assert not last.exists()
+    resumed = run(warm, place, "train_gpt2.py", *cut, "--resume", "auto", **ranks())
+    assert "resuming from" in resumed.stdout
+    assert losses(place / "cut") == losses(place / "whole")
+    assert weights_hash(last) == weights_hash(place / "whole" / last.name)
+    kind = json.loads((last / "config.json").read_text())["model_type"]
+    said = [done.stdout.count("model: not a GPT-2") for done in (whole, resumed)]
+    assert said == ([1, 1] if kind == "gpt2-changed" else [0, 0])
+    return last
+
+
+def use(warm, place, files, last, flags: str) -> None:
+    """Every script of the copy takes its checkpoint, and the shortcuts in them compute the same."""
+    examples = files / "hellaswag.jsonl"
+    assert run(warm, place, "check.py", last, examples).stdout == "the same\n"
+    asked = ["--model", last, "--max-new-tokens", 3, "--prompt", "Hello"]
+    assert run(warm, place, "sample.py", *asked).stdout.startswith("Hello")
+    scored = run(warm, place, "hellaswag.py", "--model", last, "--path", examples)
+    assert "acc_norm" in scored.stdout
+    tune = f"{flags} --max-steps 1 --warmup-steps 0 --checkpoint-every 0 --init-from"
+    run(warm, place, "train_gpt2.py", *tiny_run(files, place / "tuned", tune, last))
+    assert losses(place / "tuned")[0] < losses(place / "whole")[0] - 0.5
+
+
+def refused_by_transformers(directory) -> None:
+    """However it is asked; and the card says so."""
+    with pytest.raises(ValueError, match="gpt2-changed"):
+        transformers.AutoModelForCausalLM.from_pretrained(directory)
+    with pytest.raises(Exception, match="not GPT-2"):
+        transformers.GPT2LMHeadModel.from_pretrained(directory)
+    assert "This is not a GPT-2" in (directory / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_page_has_the_three_changes():
+    assert list(CHANGES) == [RELU2, ROTARY, DROPOUT]
+
+
+def test_relu2_becomes_a_flag_that_checkpoints_know(warm, files, tmp_path):
+    copy_with(RELU2, tmp_path / "copy")
+    last = train_kill_resume(warm, tmp_path, files, f"{FLAGS} --activation relu2")
+    use(warm, tmp_path, files, last, FLAGS)  # --init-from keeps what the checkpoint has
+    tuned = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
+    assert tuned["model"]["activation"] == "relu2"
+    # the first trap: the same command without the flag was resumed as GELU
+    forgotten = tiny_run(files, tmp_path / "cut", f"{FLAGS} --resume auto")
+    told = run(warm, tmp_path, "train_gpt2.py", *forgotten, expect=1).stderr
+    assert "cannot be resumed with another activation relu2 -> gelu" in told
+    refused_by_transformers(last)
+    with pytest.raises(UserError, match="activation 'relu2', which this code does not know"):
+        GPT.from_pretrained(last)
+
+
+def test_rotary_positions_reach_the_cache_and_hellaswag(warm, files, tmp_path):
+    copy_with(ROTARY, tmp_path / "copy")
+    last = train_kill_resume(warm, tmp_path, files, FLAGS)
+    use(warm, tmp_path, files, last, FLAGS)
+    refused_by_transformers(last)
+    with pytest.raises(UserError, match="changed otherwise, or not at all"):
+        GPT.from_pretrained(last)
+
+
+def test_dropout_resumes_exactly_on_two_ranks_and_leaves_a_gpt2(warm, files, tmp_path):
+    copy_with(DROPOUT, tmp_path / "copy")
+    flags = f"{FLAGS} --dropout 0.1"
+    last = train_kill_resume(warm, tmp_path, files, flags, ranks=two_ranks)
+    use(warm, tmp_path, files, last, flags)
+    other = tiny_run(files, tmp_path / "cut", f"{FLAGS} --max-steps 17 --resume auto")
+    assert "dropout 0.1 -> 0.0" in run(warm, tmp_path, "train_gpt2.py", *other).stdout
+    without = f"{FLAGS} --max-steps 1 --warmup-steps 0 --checkpoint-every 0 --init-from"
+    run(warm, tmp_path, "train_gpt2.py", *tiny_run(files, tmp_path / "without", without, last))
+    assert losses(tmp_path / "without") != losses(tmp_path / "tuned")  # so there was dropout
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(last).eval()
+    idx = torch.randint(0, 50257, (1, 20))
+    with torch.no_grad():
+        assert (GPT.from_pretrained(last)(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("how", ["", "--sharding fsdp --activation-checkpointing", "--compile"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_resumes_exactly_however_it_is_computed(warm, files, tmp_path, change, how):
+    flags = {RELU2: "--activation relu2", ROTARY: "--optimizer muon", DROPOUT: "--dropout 0.1"}
+    copy_with(change, tmp_path / "copy")
+    ranks = dict if how == "--compile" else two_ranks
+    last = train_kill_resume(warm, tmp_path, files, f"{FLAGS} {flags[change]} {how}", ranks=ranks)
+    use(warm, tmp_path, files, last, f"{FLAGS} {flags[change]}")
+
+
+# -- the second trap: another computation, the same names
+
+
+def relu2(self, x):
+    return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+def test_relu2_written_into_the_mlp_is_no_gpt2_and_only_that_code_reads_it(tmp_path, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr(unchanged.MLP, "forward", relu2)
+        model = random_model()
+        model.save_pretrained(tmp_path)
+        idx = torch.randint(0, 50257, (1, 20))
+        logits = model(idx)[0]
+        assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], logits)
+    refused_by_transformers(tmp_path)
+    with pytest.raises(UserError, match="changed otherwise, or not at all") as told:
+        GPT.from_pretrained(tmp_path)
+    assert "standard deviations" in str(told.value)
+
+
+def test_a_gpt2_is_not_resumed_by_code_that_is_none(tmp_path, monkeypatch):
+    random_model().save_pretrained(tmp_path)
+    hf.refuse_resume_by_changed_code(tmp_path, random_model().fingerprint)
+    monkeypatch.setattr(unchanged.MLP, "forward", relu2)
+    with pytest.raises(UserError, match="is a GPT-2, and this code is none"):
+        hf.refuse_resume_by_changed_code(tmp_path, random_model().fingerprint)
