@@ -252,7 +252,7 @@ def draw_validation_loss(axis, placed: PlacedRun, color: str) -> tuple[Any, floa
 
 
 def highest_in_view(run: LoggedRun, steps: list[int], losses) -> float:
-    """The highest loss after the first tenth of a run's steps, or the last where all are earlier."""
+    """The highest loss after the first tenth of a run, or the last one where all are earlier."""
     start = min(run.last_step() / 10, steps[-1])
     return max(loss for step, loss in zip(steps, losses, strict=True) if step >= start)
 
