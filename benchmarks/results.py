@@ -214,10 +214,12 @@ def draw_bars(figure, rows: list[dict]) -> None:
     axis = figure.subplots()
     colors = {"faster": BLUE, "slower": RED}
     for i, row in enumerate(rows):
+        at = i
         if "beside" in row:
-            axis.barh(i - 0.2, row["beside"], height=0.3, color=PALE)
+            axis.barh(i - 0.17, row["beside"], height=0.34, color=PALE)
+            at = i + 0.17
         color = colors.get(judge_ratio(row), GREY)
-        bar = axis.barh(i + 0.12, row["median"], height=0.34, color=color)
+        bar = axis.barh(at, row["median"], height=0.34, color=color)
         digits = 1 if row["median"] < 1000 else 0
         label = f"{row['median']:,.{digits}f}   {describe_ratio(row)}"
         axis.bar_label(bar, [label], padding=4, fontsize=9)

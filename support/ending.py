@@ -4,6 +4,7 @@ python -m support.ending LOG_DIR    writes LOG_DIR/report.md, of an old run too
 """
 
 import math
+import re
 import shlex
 import shutil
 import statistics
@@ -80,7 +81,8 @@ def figures(records: list[dict]) -> dict[str, str]:
     about = starts_of(records)[-1]
     device = about["device"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    machine = f"{device['name']}; {device['processes']} process(es) of {device['threads']} threads"
+    processes = "1 process" if device["processes"] == 1 else f"{device['processes']} processes"
+    machine = f"{device['name']}; {processes}, {device['threads']} CPU threads each"
     return {
         **figures_of_training(records),
         **figures_of_losses(records),
@@ -152,7 +154,7 @@ def next_steps(records: list[dict]) -> dict[str, str]:
     if config["checkpoint_every"]:
         last = f"{config['log_dir']}/ckpt_{config['max_steps']:06d}"
         prompt = shlex.quote(config["sample_prompt"])
-        again = start["command"].replace(" --overwrite", "")
+        again = re.sub(r" --(overwrite|resume[ =]\S+|max[-_]steps[ =]\S+)", "", start["command"])
         steps["Sample it"] = f"python sample.py --model {last} --prompt {prompt}"
         steps["As long again"] = f"{again} --resume auto --max-steps {2 * config['max_steps']}"
     if config["preset"] == "quickstart":
@@ -172,11 +174,11 @@ def last_words(records: list[dict], report: Path) -> str:
         width = min(shutil.get_terminal_size().columns, 120) // 2 - 2
         heads = [f"-- after {record['step']:,} updates" for record in samples]
         lines.append(side_by_side(heads[0], heads[1], width))
-        for then, now in zip(first["samples"], last["samples"], strict=False):
+        for then, now in list(zip(first["samples"], last["samples"], strict=False))[:2]:
             lines += [side_by_side(then, now, width), ""]
     rows = {"The curve": str(report.with_name("loss.png")), "The report": str(report)}
     for what, typed in next_steps(records).items():
-        rows[what] = typed.replace("python ", f"{python_here()} ")
+        rows[what] = re.sub(r"\bpython (?=\w+\.py\b)", lambda _: f"{python_here()} ", typed)
     longest = max(map(len, rows)) + 1
     return "\n".join(lines + [f"{what + ':':<{longest}}  {row}" for what, row in rows.items()])
 

@@ -1,4 +1,4 @@
-"""Draws runs and measurements: for training's loss.png, the benchmarks and the notebook."""
+"""Draws runs: loss.png of training, the notebook's pictures and tables; what all pictures share."""
 
 import gc
 import html
@@ -240,8 +240,7 @@ def draw_training_loss(axis, placed: PlacedRun) -> tuple[float, float]:
     """Draws the training loss -> its last smoothed value, and its highest in view."""
     steps, losses = placed.run.streams["train"]
     smoothed = draw_smoothed(axis, placed.x(steps), losses, placed.color)
-    in_view = np.array(steps) >= placed.run.last_step() / 10
-    return smoothed[-1], smoothed[in_view].max()
+    return smoothed[-1], highest_in_view(placed.run, steps, smoothed)
 
 
 def draw_validation_loss(axis, placed: PlacedRun, color: str) -> tuple[Any, float]:
@@ -250,8 +249,13 @@ def draw_validation_loss(axis, placed: PlacedRun, color: str) -> tuple[Any, floa
     size = 4.5 if len(losses) <= 25 else 3
     dots = dict(markersize=size, markeredgewidth=0.5, markeredgecolor="white")
     (line,) = axis.plot(placed.x(steps), losses, "o-", color=color, **dots)
-    in_view = np.array(steps) >= placed.run.last_step() / 10
-    return line, np.array(losses)[in_view].max()
+    return line, highest_in_view(placed.run, steps, losses)
+
+
+def highest_in_view(run: LoggedRun, steps: list[int], losses) -> float:
+    """The highest loss after the first tenth of a run, or the last one where all are earlier."""
+    start = min(run.last_step() / 10, steps[-1])
+    return max(loss for step, loss in zip(steps, losses, strict=True) if step >= start)
 
 
 def published_loss(run: LoggedRun) -> tuple[str, float] | None:
@@ -309,7 +313,8 @@ def draw_hellaswag(axis, runs: list[LoggedRun], by: str = "step") -> None:
         band = dict(color=placed.color, alpha=0.2, linewidth=0)
         axis.fill_between(x, accuracy - error, accuracy + error, **band)
         axis.plot(x, accuracy, "o-", color=placed.color, markersize=3, linewidth=1.4)
-        labels.append((accuracies[-1], f"{placed.run.name} {accuracies[-1]:.3f}", placed.color))
+        name = "this run" if len(runs) == 1 else placed.run.name
+        labels.append((accuracies[-1], f"{name} {accuracies[-1]:.3f}", placed.color))
     for size in {size_of(run) for run in runs if published_loss(run)}:
         for name, accuracies_by_size in {"GPT-2": GPT2_HELLASWAG, "GPT-3": GPT3_HELLASWAG}.items():
             axis.axhline(accuracies_by_size[size], linestyle="--", **PUBLISHED)

@@ -223,6 +223,8 @@ def test_a_run_leaves_logs_a_plot_and_checkpoints_that_are_hugging_face_models(s
     measured = {"loss", "lr", "norm", "ms", "mfu", "tokens_per_sec", "tokens", "wall", "memory"}
     assert measured <= read_records(log_dir, "train")[0].keys()
     assert (log_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "6 updates of 64 tokens" in (log_dir / "report.md").read_text()
+    assert f"The report:     {log_dir / 'report.md'}\n" in done.stdout
     kept = {path.name for path in checkpoint.checkpoints(log_dir)}
     assert {"ckpt_000004", "ckpt_000006"} <= kept, "the newest two are kept"
     theirs = transformers.GPT2LMHeadModel.from_pretrained(log_dir / "ckpt_000006").eval()
