@@ -83,7 +83,7 @@ def render_example(example: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 # -- rows: how examples become batches
 
-ROW = 384  # tokens in a row: some two examples, so that little of a row stays empty
+ROW = 384  # tokens in a row: about two examples, one long and one short
 PADDING = -1  # the part of a token that fills a row up
 
 
@@ -112,8 +112,8 @@ class Row:
     (column, token, slot) for each token of the endings: the column that predicts it, the token, and
     the number of its ending, counted over the endings of all examples.
 
-    A row goes on with the next context in the same way: its positions begin at 0, its parts at 5,
-    those of the third at 10, and no context sees another one's tokens.
+    The next context begins behind that, in the same row: its positions begin at 0, its parts at 5,
+    those of a third at 10, and none of its tokens sees one of the first's.
     """
 
     tokens: list[int]
@@ -155,8 +155,8 @@ def lay_out(context: list[int], endings: list[list[int]], slot: int, width: int)
 def join(rows: list[Row], width: int) -> list[Row]:
     """Puts rows behind one another, into fewer rows of at most `width` tokens.
 
-    The longest come first, and each goes where the least room is left that still holds it (best fit
-    decreasing, a rule for bin packing): of HellaSwag's rows 1% stays empty.
+    The longest come first, and each goes where the least room is left that still holds it. (Best
+    fit decreasing, from bin packing: 1% of HellaSwag's rows stays empty.)
     """
     joined: list[Row] = []
     with_room: dict[int, list[Row]] = defaultdict(list)  # {tokens that still fit: rows}
@@ -319,8 +319,7 @@ def token_losses(model, batch: Batch) -> torch.Tensor:
         seen = batch.part[:, None, :]
         its_context = looking // 5 * 5
         visible = (seen == its_context) | (seen == looking)  # (B, T, T): context and own ending …
-        visible = visible.tril()[:, None]  # … but nothing later
-        mask = torch.where(visible, 0.0, -torch.inf)  # once, and not in every block
+        mask = visible.tril()[:, None]  # … but nothing later
         x = model.hidden(batch.tokens, batch.pos, mask)  # (B, T, C)
         to_logits = model.logits
     else:

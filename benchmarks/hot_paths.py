@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import hellaswag
 from benchmarks.turns import Side, compare, rates_of, summarize
 from model import GPT, GPTConfig
-from support.device import autocast
+from support.device import autocast, compile_blocks
 from support.distributed import World
 from support.generation import choose
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -164,13 +164,16 @@ def compare_scoring(m) -> Iterator[dict]:
     the vocabulary for the endings.
     """
     examples = draw_examples(m.config.hellaswag_path, m.config.examples)
+    ways = ["one example at a time", "in batches, eager"]
+    if not m.why_eager:
+        ways.append("in batches, compiled")
     sides = []
-    for name, batched in {"one example at a time": False, "in batches": True}.items():
+    for how in ways:
         side = Side(
-            name=name,
+            name=how,
             make=scoring,
             options=dict(
-                batched=batched,
+                how=how,
                 path=m.config.hellaswag_path,
                 count=m.config.examples,
                 size=m.size,
@@ -203,22 +206,26 @@ def draw_examples(path: str, count: int) -> list[dict]:
     return random.Random(0).sample(examples, min(count, len(examples)))
 
 
-def scoring(world: World, batched, path, count, size, dtype) -> Callable:
-    """Makes a run of HellaSwag, in batches as hellaswag.py scores it or one example at a time.
+def scoring(world: World, how, path, count, size, dtype) -> Callable:
+    """Makes a run of HellaSwag, prepared before as training does it, or one example at a time.
 
-    The run returns how many are right.
+    how: one example at a time; in batches, eager; or in batches, compiled. The run returns how many
+    are right.
     """
     model = GPT(GPTConfig(**size)).to(world.device).eval()
     examples = draw_examples(path, count)
+    prepared = hellaswag.prepare(examples, model, world.device)
+    if how == "in batches, compiled":
+        compile_blocks(model, recompute=False)
 
     def in_batches() -> dict:
-        result = hellaswag.evaluate(model, examples, world.device, dtype=dtype)
+        result = hellaswag.evaluate(model, prepared, world.device, dtype=dtype)
         return dict(right=result["num_correct_norm"])
 
     def one_by_one() -> dict:
         return dict(right=score_one_by_one(model, examples, world.device, dtype))
 
-    return in_batches if batched else one_by_one
+    return one_by_one if how == "one example at a time" else in_batches
 
 
 @torch.no_grad()

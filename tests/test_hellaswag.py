@@ -404,40 +404,61 @@ def test_scoring_between_compiled_steps_compiles_nothing_and_changes_nothing():
     assert losses(True) == (without, graphs) and graphs > 0
 
 
-TWO_RUNS = """
+SCORED_RUN = """
 import sys
 from torch._dynamo.utils import counters
-import torch, train_gpt2
+import hellaswag, train_gpt2
 
-common = sys.argv[1:]
-for every in "0", "5":
-    torch._dynamo.reset()
-    counters.clear()
-    sys.argv = ["train_gpt2.py", *common, "--log-dir", f"every{every}", "--hellaswag-every", every]
-    train_gpt2.main()
+evaluate = hellaswag.evaluate
+prepared = []
+
+def counted(model, examples, *args, **options):
+    result = evaluate(model, examples, *args, **options)
+    prepared.append(examples)
     print("graphs", counters["stats"]["unique_graphs"])
+    return result
+
+hellaswag.evaluate = counted
+sys.argv[0] = "train_gpt2.py"
+train_gpt2.main()
+assert all(examples is prepared[0] for examples in prepared)  # laid out once a run
 """
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_a_compiled_run_with_hellaswag_is_the_run_without_it_bit_for_bit(tmp_path, shards):
+def test_a_compiled_run_with_hellaswag_is_the_run_without_it_and_compiles_it_once(tmp_path, shards):
     examples = tmp_path / "examples.jsonl"
-    write_examples(examples, made_examples(9))
+    write_examples(examples, made_examples(30))  # several batches
     flags = f"--compile --data-dir {shards} --checkpoint-every 6 --hellaswag-path {examples}"
-    launch = [sys.executable, "-c", TWO_RUNS, *TINY, *flags.split()]
     where = dict(cwd=tmp_path, env=environment(PYTHONPATH=str(ROOT)))
-    done = subprocess.run(launch, **where, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    printed = [line.split() for line in done.stdout.splitlines()]
-    graphs = [int(words[1]) for words in printed if words and words[0] == "graphs"]
-    assert len(graphs) == 2 and graphs[0] == graphs[1] > 0
-    runs = [tmp_path / "every0", tmp_path / "every5"]
+    runs = [tmp_path / f"every{every}" for every in (0, 2)]
+    for run, every in zip(runs, ("0", "2"), strict=True):
+        log = ["--log-dir", str(run), "--hellaswag-every", every]
+        launch = [sys.executable, "-c", SCORED_RUN, *TINY, *flags.split(), *log]
+        done = subprocess.run(launch, **where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
     without, with_score = [(run / "log.txt").read_text().splitlines() for run in runs]
     scored = [line.split()[:2] for line in with_score if "hella" in line]
-    assert scored == [["0", "hella"], ["5", "hella"], ["6", "hella"]]
+    assert scored == [[str(step), "hella"] for step in (0, 2, 4, 6)]
     assert without == [line for line in with_score if "hella" not in line] and len(without) >= 6
     weights = [(run / "ckpt_000006" / "model.safetensors").read_bytes() for run in runs]
     assert weights[0] == weights[1]
+    graphs = [int(line.split()[1]) for line in done.stdout.splitlines() if "graphs" in line]
+    # the first evaluation compiles a block, the update after it one more; then nothing
+    assert len(graphs) == 4 and 0 < graphs[0] <= graphs[1] == graphs[2] == graphs[3]
+
+
+def test_all_batches_have_one_shape_and_together_every_target_once():
+    examples = made_examples(40)
+    for tokens_per_batch in (400, 1200, 5000):
+        prepared = hellaswag.prepare(examples, small_model(), "cpu", None, tokens_per_batch)
+        shapes = {tuple(batch.tokens.shape) for batch in prepared.batches}
+        assert shapes == {(len(prepared.batches[0].tokens), 256)}
+        slots = torch.cat([batch.slots for batch in prepared.batches])
+        assert slots.bincount().tolist() == prepared.lengths.flatten().tolist()
+        taken = sum(len(batch.tokens) for batch in prepared.batches)
+        used = sum(int((batch.part != hellaswag.PADDING).sum()) for batch in prepared.batches)
+        assert used > 0.75 * 256 * (taken - len(prepared.batches))  # little room is wasted
 
 
 # -- download
