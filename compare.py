@@ -290,7 +290,6 @@ def compare(x: Comparison) -> dict:
     for seed in x.judged:  # the arms in turn: a slow hour is one for all of them
         for arm in x.arms:
             judged[arm.name].append(train(x, arm, arm.value, seed))
-    base = x.arms[0]
     first = read_run(judged["base"][0]["directory"]).records[0]
     names = ("total_batch_size", "max_steps", "val_tokens", "n_layer", "n_embd", "sequence_length")
     return dict(
@@ -299,7 +298,7 @@ def compare(x: Comparison) -> dict:
         tuned=x.tuned,
         judged=x.judged,
         about={name: first[name] for name in ("git", "versions", "device", "dtype")},
-        base={name: base.config[name] for name in names},
+        base={name: x.arms[0].config[name] for name in names},
         arms=[describe_arm(arm, judged[arm.name], judged["base"]) for arm in x.arms],
     )
 

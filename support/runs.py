@@ -85,6 +85,7 @@ def train(run: Run) -> dict:
     except BaseException:
         process.terminate()
         process.wait()
+        say(f"{run.name}: interrupted; the same command goes on with it")
         raise
     outcome = find_outcome(run)
     if outcome is None:
