@@ -41,9 +41,10 @@ class Here:
 
     def __init__(self, run):
         config = parse_command_line(run.command[2:])
-        output = open(run.directory / runs.OUTPUT, "a")
-        with output, redirect_stdout(output), World("cpu") as world:
+        printed = io.StringIO()
+        with redirect_stdout(printed), World("cpu") as world:
             train_gpt2.train(config, world)
+        (run.directory / runs.OUTPUT).write_text(printed.getvalue())
 
     def poll(self):
         return 0
@@ -372,6 +373,7 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(
         (["--arm", "a:", "--sweep", "learning_rate="], "expected values above 0"),
         (["--arm", "a:", "--sweep", "n_layer=0,1"], "expected values above 0"),
         (["--arm", "a:", "--sweep", "shuffle=1,2"], "no number called 'shuffle'"),
+        (["--arm", "a:", "--sweep", "seed=1,2"], "no number called 'seed'"),
     ],
 )
 def test_a_mistake_is_told_before_anything_is_trained(
