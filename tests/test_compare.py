@@ -1,5 +1,6 @@
 """compare.py: paired runs, what they say, and that nothing is trained twice or lost."""
 
+import doctest
 import io
 import json
 import math
@@ -144,7 +145,7 @@ def test_tokens_and_time_to_the_bases_loss_are_parts_of_what_the_base_needs():
         (0.2134, 0.0142, "it is higher by 0.213 ± 0.014"),
         (0.011, 0.0201, "it: no difference can be seen: it would have to exceed 0.02"),
         (0.0, 0.0, "it is the same: every difference is exactly 0"),
-        (2e-7, 1e-6, "it: no difference can be seen: it would have to exceed 0.000001"),
+        (2e-7, 1e-6, "it: no difference can be seen: it would have to exceed 0.0000010"),
     ],
 )
 def test_the_verdict_is_a_sentence_with_as_many_digits_as_are_known(mean, half, words):
@@ -194,6 +195,10 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
     x = read(corpus, tmp_path, seeds=3, sweep="learning_rate=1,2")
     with pytest.raises(UserError, match=r"base: no learning_rate of \[1\.0, 2\.0\] gave a loss"):
         compare.tune(x, x.arms[0])
+
+
+def test_the_example_of_widening_is_true():
+    assert doctest.testmod(compare) == (0, 1)
 
 
 def test_it_finds_the_best_of_adamws_rates(here, asked_here, corpus, tmp_path):
