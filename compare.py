@@ -86,29 +86,13 @@ class Comparison:
 
 def read_comparison(c: CompareConfig) -> Comparison:
     """Raises UserError for what cannot be compared, before anything is trained."""
-    last = [f"--data-dir={c.data_dir}"] if c.data_dir else []
-    base = read_arm("base", c.base, QUIET.split(), last)
-    last = [f"--data-dir={base.config['data_dir']}"]
-    arms = [base]
-    for text in c.arm:
-        name, colon, flags = text.partition(":")
-        if not colon or not re.fullmatch(r"\w[\w.+-]*", name):
-            raise UserError(f"--arm {text!r}: expected 'name: flags', the name one plain word")
-        if name in [arm.name for arm in arms]:
-            raise UserError(f"--arm {text!r}: another arm is called {name}, choose another name")
-        arm = read_arm(name, flags, base.flags, last)
-        ours, theirs = base.config["val_tokens"], arm.config["val_tokens"]
-        if ours != theirs:
-            raise UserError(f"--arm {text!r}: val_tokens is {theirs}, the base's is {ours}")
-        arms.append(arm)
-    if len(arms) == 1:
-        raise UserError('nothing to compare with the base: add --arm "name: flags"')
+    arms = read_arms(c)
     sweep, values = read_sweep(c.sweep, arms)
     tuning = 1 if sweep else 0
     if c.seeds < tuning + 2:
         raise UserError(f"--seeds {c.seeds}: at least 2 to judge, and 1 more to tune a --sweep")
-    seeds = [base.config["seed"] + i for i in range(c.seeds)]
-    data_dir = Path(base.config["data_dir"])
+    seeds = [arms[0].config["seed"] + i for i in range(c.seeds)]
+    data_dir = Path(arms[0].config["data_dir"])
     shards = [shard for split in ("train", "val") for shard in find_shards(data_dir, split)]
     return Comparison(
         out=Path(c.out),
@@ -120,6 +104,27 @@ def read_comparison(c: CompareConfig) -> Comparison:
         data=identify(shards),
         planned=len(arms) * (len(values) + c.seeds - tuning),
     )
+
+
+def read_arms(c: CompareConfig) -> list[Arm]:
+    """The base and the others, which have its flags, its data and their own flags."""
+    last = [f"--data-dir={c.data_dir}"] if c.data_dir else []
+    base = read_arm("base", c.base, QUIET.split(), last)
+    last = [f"--data-dir={base.config['data_dir']}"]
+    arms = [base]
+    for text in c.arm:
+        name, colon, flags = text.partition(":")
+        if not colon or not re.fullmatch(r"\w[\w.+-]*", name):
+            raise UserError(f"--arm {text!r}: expected 'name: flags', the name one plain word")
+        if name in [arm.name for arm in arms]:
+            raise UserError(f"--arm {text!r}: another arm is called {name}, choose another name")
+        arms.append(read_arm(name, flags, base.flags, last))
+        ours, theirs = base.config["val_tokens"], arms[-1].config["val_tokens"]
+        if ours != theirs:
+            raise UserError(f"--arm {text!r}: val_tokens is {theirs}, the base's is {ours}")
+    if len(arms) == 1:
+        raise UserError('nothing to compare with the base: add --arm "name: flags"')
+    return arms
 
 
 ASK = """
@@ -161,10 +166,9 @@ def read_arm(name: str, text: str, before: list[str], after: list[str]) -> Arm:
 def hash_code(copy: Path) -> str:
     """A hash of all the code that training may run; comments do not count."""
     sha256 = hashlib.sha256()
-    others = {"bench.py", "compare.py", "fineweb.py", "plan.py"}
-    others |= {"paired.py", "plots.py", "runs.py"}
+    others = ["bench", "compare", "fineweb", "plan", "paired", "plots", "runs"]
     for path in [*sorted(copy.glob("*.py")), *sorted(copy.glob("support/*.py"))]:
-        if path.name not in others:
+        if path.stem not in others:
             try:
                 sha256.update(ast.dump(ast.parse(path.read_bytes())).encode())
             except SyntaxError as error:
@@ -179,8 +183,8 @@ def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list[float]]:
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
     kinds = {type(arm.config.get(name)) for arm in arms}
-    if kinds not in ({int}, {float}):
-        raise UserError(f"--sweep {text}: train_gpt2.py has no number called {name!r}")
+    if kinds not in ({int}, {float}) or name == "seed":
+        raise UserError(f"--sweep {text}: train_gpt2.py has no number called {name!r} to tune")
     read = int if int in kinds else float
     try:
         values: list[float] = sorted({read(value) for value in listed.split(",")})
@@ -197,30 +201,26 @@ def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list[float]]:
 def place_run(x: Comparison, arm: Arm, value: float | None, seed: int) -> Run:
     """The run of an arm with a value of the sweep and a seed.
 
-    The name of its directory ends with a hash of configuration, data, code and PyTorch: whichever
-    of them changes, it is another run.
+    Its directory ends with a hash of configuration, data, code and PyTorch: others, another run.
     """
     changes: dict = {"seed": seed}
     if value is not None:
         changes[x.sweep] = value
     config = arm.config | changes
-    for name in ("preset", "log_dir", "data_dir", "resume", "overwrite"):
-        del config[name]
-    known = json.dumps([config, x.data, arm.code, version("torch")], sort_keys=True)
+    places = ("preset", "log_dir", "data_dir", "resume", "overwrite")
+    known = [{name: config[name] for name in config.keys() - places}, x.data, arm.code]
+    text = json.dumps([*known, version("torch")], sort_keys=True)
     words = [f"{name}_{changed}" for name, changed in sorted(changes.items())]
-    directory = "_".join([*words, hashlib.sha256(known.encode()).hexdigest()[:8]])
+    directory = "_".join([*words, hashlib.sha256(text.encode()).hexdigest()[:8]])
     path = x.out / arm.name / directory
-    flags = [f"--{name.replace('_', '-')}={changed}" for name, changed in changes.items()]
-    flags += [f"--log-dir={path}", "--resume", "auto"]
-    command = [sys.executable, str(arm.copy / "train_gpt2.py"), *arm.flags, *flags]
+    command = [sys.executable, str(arm.copy / "train_gpt2.py"), *arm.flags]
+    command += [f"--{name.replace('_', '-')}={changed}" for name, changed in changes.items()]
+    command += [f"--log-dir={path}", "--resume", "auto"]
     return Run(" ".join([arm.name, *words]), seed, config["max_steps"], path, command)
 
 
 def train(x: Comparison, arm: Arm, value: float | None, seed: int) -> dict:
-    """Trains a run, or what is left of it -> its outcome, of which a line says the loss.
-
-    Raises UserError if it fails, or if its code is no longer what it was at the start.
-    """
+    """Trains a run, or what is left of it -> its outcome. Raises UserError if it fails."""
     run = place_run(x, arm, value, seed)
     outcome = runs.find_outcome(run)
     if outcome is None:
@@ -246,9 +246,8 @@ def tune(x: Comparison, arm: Arm) -> None:
         arm.value = min(arm.tried, key=lambda value: arm.tried[value])
         if arm.tried[arm.value] == math.inf:
             raise UserError(f"{arm.name}: no {x.sweep} of {list(arm.tried)} gave a loss, try lower")
-        missing = widen(sorted(arm.tried), arm.value)
-        if len(arm.tried) >= len(x.values) + MOST:
-            missing = []
+        enough = len(arm.tried) >= len(x.values) + MOST
+        missing = [] if enough else widen(sorted(arm.tried), arm.value)
         x.planned += len(missing)
 
 
@@ -290,7 +289,6 @@ def compare(x: Comparison) -> dict:
     for seed in x.judged:  # the arms in turn: a slow hour is one for all of them
         for arm in x.arms:
             judged[arm.name].append(train(x, arm, arm.value, seed))
-    base = x.arms[0]
     first = read_run(judged["base"][0]["directory"]).records[0]
     names = ("total_batch_size", "max_steps", "val_tokens", "n_layer", "n_embd", "sequence_length")
     return dict(
@@ -299,12 +297,12 @@ def compare(x: Comparison) -> dict:
         tuned=x.tuned,
         judged=x.judged,
         about={name: first[name] for name in ("git", "versions", "device", "dtype")},
-        base={name: base.config[name] for name in names},
+        base={name: x.arms[0].config[name] for name in names},
         arms=[describe_arm(arm, judged[arm.name], judged["base"]) for arm in x.arms],
     )
 
 
-def describe_arm(arm: Arm, runs: list[dict], base: list[dict]) -> dict:
+def describe_arm(arm: Arm, judged: list[dict], base: list[dict]) -> dict:
     tried = [[value, loss if loss < math.inf else None] for value, loss in arm.tried.items()]
     return dict(
         name=arm.name,
@@ -312,8 +310,8 @@ def describe_arm(arm: Arm, runs: list[dict], base: list[dict]) -> dict:
         flags=shlex.join(arm.flags),
         value=arm.value,
         tried=sorted(tried),
-        runs=runs,
-        against={} if arm.name == "base" else paired.compare_pairs(arm.name, runs, base),
+        runs=judged,
+        against={} if judged is base else paired.compare_pairs(arm.name, judged, base),
     )
 
 

@@ -31,7 +31,10 @@ def t_quantile(degrees: int) -> float:
         inside = math.sin(theta) * series
         if odd:
             inside = 2 / math.pi * (theta + inside)
-        low, high = (t, high) if inside < SURE else (low, t)
+        if inside < SURE:
+            low = t
+        else:
+            high = t
     return high
 
 
@@ -58,7 +61,8 @@ def compare_pairs(name: str, runs: list[dict], base: list[dict]) -> dict:
     for by in ("tokens", "seconds"):
         parts = []
         for a, b in zip(runs, base, strict=True):
-            needed, whole = (reach(run, b["val_loss"], by) for run in (a, b))
+            needed = reach(a, b["val_loss"], by)
+            whole = reach(b, b["val_loss"], by)  # 0 if the base has learned nothing
             parts.append(needed / whole if needed is not None and whole else None)
         result[by] = parts
     return result
@@ -87,10 +91,10 @@ def judge(name: str, mean: float, half: float) -> str:
 
 
 def digits_of(half: float) -> int:
-    """Decimals that say one digit of it, two if it begins with 1; from two to six."""
+    """Decimals that say one digit of it, two if it begins with 1; from two to nine."""
     if half == 0:
         return 4
-    return min(6, max(2, -math.floor(math.log10(half / 2))))
+    return min(9, max(2, -math.floor(math.log10(half / 2))))
 
 
 # -- in words and as a table

@@ -361,19 +361,18 @@ def plot_training(runs: list[LoggedRun]):
 def plot_comparison(result: dict):
     """What compare.py found: validation losses by tokens, and the differences to the base."""
     figure, (losses, differences) = new_figure(1, 2)
-    tops = []
+    whole = [run for arm in result["arms"] for run in arm["runs"] if run["val_loss"] is not None]
+    unit, label = pick_unit([run["tokens"][-1] for run in whole], "tokens")
     for arm, color in zip(result["arms"], itertools.cycle(COLORS)):
-        label = arm["name"]
+        style = dict(color=color, linewidth=1.2, alpha=0.8)
+        losses.plot([], [], label=arm["name"], **style)
         for run in arm["runs"]:
             if run["val_loss"] is not None:
-                x = np.array(run["tokens"][1:]) / 1e6
-                style = dict(color=color, linewidth=1.2, alpha=0.8, label=label)
-                losses.plot(x, run["losses"][1:], **style)
-                label = None  # once is enough for all seeds
-                tops.append(run["losses"][min(2, len(run["losses"]) - 1)])
-    if tops:
-        losses.set_ylim(top=max(tops))  # the fall of the first steps may lie above the view
-    losses.set(xlabel="tokens (millions)", ylabel="validation loss", title="a line for each seed")
+                losses.plot(np.array(run["tokens"][1:]) / unit, run["losses"][1:], **style)
+    if whole:  # the fall of the first tenth may lie above the view
+        losses.set_ylim(top=max(run["losses"][max(1, len(run["losses"]) // 10)] for run in whole))
+    losses.set(xlabel=label, ylabel="validation loss", title="a line for each seed")
+    losses.locator_params(axis="x", nbins=6)
     losses.xaxis.set_major_formatter("{x:,g}")
     tidy(losses)
     draw_differences(differences, result["arms"][1:])

@@ -79,13 +79,15 @@ def train(run: Run) -> dict:
     process = start(run)
     try:
         while process.poll() is None:
-            show(run)
+            show(f"{run.name} | {last_line(run)}")
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PAUSE)
     except BaseException:
         process.terminate()
         process.wait()
+        say(f"{run.name}: interrupted; the same command goes on with it")
         raise
+    show("")
     outcome = find_outcome(run)
     if outcome is None:
         raise UserError(f"{run.name} has not ended: {last_line(run)} ({run.directory / OUTPUT})")
@@ -100,9 +102,8 @@ def start(run: Run) -> subprocess.Popen:
         return subprocess.Popen(run.command, stdout=output, stderr=subprocess.STDOUT)
 
 
-def show(run: Run) -> None:
-    """One line that is written over again and again, where somebody watches a terminal."""
+def show(text: str) -> None:
+    """A line that the next one writes over, where somebody watches a terminal."""
     if sys.stderr.isatty():
         width = shutil.get_terminal_size().columns - 1
-        line = f"{run.name} | {last_line(run)}"[:width]
-        print(f"{line}\x1b[K", end="\r", file=sys.stderr, flush=True)
+        print(f"{text[:width]}\x1b[K", end="\r", file=sys.stderr, flush=True)

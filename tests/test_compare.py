@@ -1,5 +1,7 @@
 """compare.py: paired runs, what they say, and that nothing is trained twice or lost."""
 
+import doctest
+import io
 import json
 import math
 import os
@@ -8,15 +10,20 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import ROOT, TINY, command, documents, environment, wait_for, write_shard
-from warm import Warm
 
 import compare
+import train_gpt2
+from config import parse_command_line
 from support import paired, runs
 from support.common import UserError
+from support.distributed import World
 
 # AdamW at a rate where rounding does not grow
 FLAGS = " ".join([*TINY, "--max-steps 40 --val-every 20 --val-tokens 320 --learning-rate 1e-3"])
@@ -30,22 +37,56 @@ def corpus(tmp_path_factory) -> Path:
     return directory
 
 
+class Here:
+    """A run in this process, for tests that are not about processes; MFU and loss.png left out."""
+
+    def __init__(self, run):
+        config = parse_command_line(run.command[2:])
+        printed = io.StringIO()
+        with redirect_stdout(printed), World("cpu") as world:
+            train_gpt2.train(config, world)
+        (run.directory / runs.OUTPUT).write_text(printed.getvalue())
+
+    def poll(self):
+        return 0
+
+
 @pytest.fixture(scope="module")
-def forked():
-    """Runs of train_gpt2.py are forked from a warm process: this test is not about its start."""
-
-    class Forked:
-        def __init__(self, run):
-            done = warm.run(run.command[1], *run.command[2:])
-            with open(run.directory / runs.OUTPUT, "a") as output:
-                output.write(done.stdout + done.stderr)
-
-        def poll(self):
-            return 0
-
-    with Warm() as warm, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runs, "start", Forked)
+def here():
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    threads = torch.get_num_threads()
+    precision = torch.get_float32_matmul_precision()
+    torch.set_num_threads(1)  # as in the process that is killed
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "start", Here)
+        patch.setattr(train_gpt2, "peak_flops", lambda *_: (1e12, "a test"))
+        patch.setattr(train_gpt2.plots, "plot_run", lambda _: None)
         yield
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def asked_here(monkeypatch):
+    """What an arm's flags mean is asked in this process: a new one takes half a second."""
+
+    def ask(command, **_):
+        answer, complaint = io.StringIO(), io.StringIO()
+        code = 0
+        with monkeypatch.context() as patch, redirect_stdout(answer), redirect_stderr(complaint):
+            patch.setattr(sys, "path", [*sys.path])
+            patch.setattr(sys, "argv", command[2:])
+            try:
+                exec(command[2], {})
+            except SystemExit as end:
+                code = end.code
+        return SimpleNamespace(
+            returncode=code, stdout=answer.getvalue(), stderr=complaint.getvalue()
+        )
+
+    monkeypatch.setattr(compare.subprocess, "run", ask)
 
 
 def read(corpus, out, base=FLAGS, arms=("again:",), **more) -> compare.Comparison:
@@ -104,7 +145,7 @@ def test_tokens_and_time_to_the_bases_loss_are_parts_of_what_the_base_needs():
         (0.2134, 0.0142, "it is higher by 0.213 ± 0.014"),
         (0.011, 0.0201, "it: no difference can be seen: it would have to exceed 0.02"),
         (0.0, 0.0, "it is the same: every difference is exactly 0"),
-        (2e-7, 1e-6, "it: no difference can be seen: it would have to exceed 0.000001"),
+        (2e-7, 1e-6, "it: no difference can be seen: it would have to exceed 0.0000010"),
     ],
 )
 def test_the_verdict_is_a_sentence_with_as_many_digits_as_are_known(mean, half, words):
@@ -126,7 +167,7 @@ def test_a_run_that_diverged_is_said_and_never_averaged():
 
 
 def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
-    corpus, tmp_path, monkeypatch
+    corpus, tmp_path, monkeypatch, asked_here
 ):
     asked = []
 
@@ -134,6 +175,8 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
         asked.append(value)
         if value > 0.05:
             return dict(val_loss=None)  # diverged
+        if arm.name == "again" and value < 3e-4:
+            raise UserError("a value that cannot be")
         return dict(val_loss=abs(math.log(value / best[arm.name])))
 
     monkeypatch.setattr(compare, "train", train)
@@ -144,6 +187,7 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
     assert [arm.value for arm in x.arms] == [0.016, 0.0005]
     assert asked[:6] == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032]
     assert asked[6:] == [0.001, 0.002, 0.0005, 0.00025]
+    assert x.arms[1].tried[0.00025] == math.inf and x.planned == 2 * (2 + 2) + 4 + 2 - 1
     best["base"] = 1e-30
     compare.tune(x, x.arms[0])
     assert len(x.arms[0].tried) < 20, "a best value that does not exist is not sought for ever"
@@ -153,7 +197,11 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
         compare.tune(x, x.arms[0])
 
 
-def test_it_finds_the_best_of_adamws_rates(forked, corpus, tmp_path):
+def test_the_example_of_widening_is_true():
+    assert doctest.testmod(compare) == (0, 1)
+
+
+def test_it_finds_the_best_of_adamws_rates(here, asked_here, corpus, tmp_path):
     x = read(corpus, tmp_path / "out", seeds=3, sweep="learning_rate=1e-5,1e-3")
     base = x.arms[0]
     compare.tune(x, base)
@@ -169,7 +217,7 @@ ARMS = ("again:", "micro: --batch-size 4", "slow: --learning-rate 1e-6")
 
 
 @pytest.fixture(scope="module")
-def made(forked, corpus, tmp_path_factory) -> tuple[Path, dict]:
+def made(here, corpus, tmp_path_factory) -> tuple[Path, dict]:
     """The directory and result of a comparison that was killed in its first run, by kill -9."""
     out = tmp_path_factory.mktemp("compared") / "out"
     base = f"{FLAGS} --checkpoint-every 20"
@@ -220,7 +268,7 @@ def test_another_micro_batch_is_no_difference_and_a_rate_of_a_millionth_is_worse
 
 
 def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
-    made, corpus, tmp_path, monkeypatch, capsys
+    made, corpus, monkeypatch, capsys, asked_here
 ):
     out, result = made
     monkeypatch.setattr(runs, "start", None)
@@ -273,7 +321,9 @@ def test_another_configuration_data_or_code_is_another_run_and_comments_are_not(
         compare.train(x, arm, None, 1)
 
 
-def test_a_run_that_a_killed_comparison_has_left_is_waited_for(corpus, tmp_path, capsys):
+def test_a_run_that_a_killed_comparison_has_left_is_waited_for(
+    corpus, tmp_path, capsys, asked_here
+):
     x = read(corpus, tmp_path / "out")
     run = compare.place_run(x, x.arms[0], None, 1)
     run.directory.mkdir(parents=True)
@@ -328,9 +378,12 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(
         (["--arm", "a:", "--sweep", "learning_rate="], "expected values above 0"),
         (["--arm", "a:", "--sweep", "n_layer=0,1"], "expected values above 0"),
         (["--arm", "a:", "--sweep", "shuffle=1,2"], "no number called 'shuffle'"),
+        (["--arm", "a:", "--sweep", "seed=1,2"], "no number called 'seed'"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_trained(flags, words, corpus, monkeypatch, capsys):
+def test_a_mistake_is_told_before_anything_is_trained(
+    flags, words, corpus, monkeypatch, capsys, asked_here
+):
     where = ["--data-dir", str(corpus), "--out", str(corpus / "never")]
     monkeypatch.setattr(sys, "argv", ["compare.py", "--base", FLAGS, *where, *flags])
     with pytest.raises(SystemExit) as end:

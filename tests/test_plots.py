@@ -279,7 +279,9 @@ def test_a_comparison_has_a_line_a_run_and_a_mean_beside_the_dots_of_each_arm():
     better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
     arms = [arm("base", 4, 4), arm("better", 2.9, 3.1, **better), arm("worse", 4, None)]
     losses, differences = plots.plot_comparison(dict(arms=arms)).axes
-    assert len(losses.lines) == 5 and losses.get_ylim()[1] == 4
+    drawn = [line.get_ydata().tolist() for line in losses.lines if len(line.get_ydata())]
+    assert drawn == [[5, 4], [5, 4], [5, 2.9], [5, 3.1], [5, 4]], "not the one that diverged"
+    assert losses.get_xlabel() == "tokens (millions)"
     assert losses.get_legend_handles_labels()[1] == ["base", "better", "worse"]
     assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
     assert [label.get_text() for label in differences.get_yticklabels()] == ["better", "worse"]
