@@ -140,7 +140,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 def duration(seconds: float) -> timedelta:
-    return timedelta(seconds=round(seconds))
+    return timedelta(seconds=round(min(seconds, 1e13)))  # timedelta holds no more
 
 
 def dtype_name(dtype: torch.dtype) -> str:
