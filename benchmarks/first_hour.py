@@ -36,7 +36,7 @@ from model import GPT, GPTConfig
 from support.checkpoint import path_of
 from support.common import UserError, hash_file, read_flags, run_script
 from support.distributed import World
-from support.fitting import estimate_memory
+from support.fitting import parts_of_memory
 from support.log import read_metrics
 from support.report import describe_run
 
@@ -164,14 +164,12 @@ def sweep_batch(hour: Hour) -> Iterator[str]:
     yield "\n".join(lines)
 
 
-def plan_bytes(options: dict, world: World, dtype: torch.dtype) -> float:
+def plan_bytes(options: dict, world: World, dtype: torch.dtype) -> int:
     """Bytes that the step of bench.py with these options is expected to need."""
     T = options["T"]
     with torch.device("meta"):
         raw = GPT(GPTConfig(block_size=T, **options["size"]))
-    _, bytes_per_token = estimate_memory(raw, world, dtype)
-    state = 16 * raw.num_params()  # weights, gradients, two moments
-    return state + options["B"] * T * bytes_per_token
+    return sum(parts_of_memory(raw, options["B"], T, world, dtype).values())
 
 
 def follow_paths(hour: Hour) -> Iterator[str]:
