@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
 # The part of the free memory that an estimate may fill. On a GPU it leaves room for an error of
-# 15% and for the headroom; on a CPU for the holes of the heap, which were a quarter of the peak of a
-# small model, and for other programs.
+# 15% and for the headroom; on a CPU for other programs and for the holes of the heap, which were a
+# quarter of the peak of a small model.
 FILL = {"cpu": 0.5, "cuda": 0.8}
 LOSS_ROWS = {"cpu": 2048}  # of logits that exist at a time: model.LinearCrossEntropy
 LOSS_ROWS_ELSEWHERE = 8192

@@ -97,19 +97,19 @@ def train(B, **shape):
 
 train(1, n_layer=1, n_head=1, n_embd=16)  # what the libraries themselves take
 before = resident()
-train(int(sys.argv[1]), n_layer=8, n_head=4, n_embd=256)
+train(int(sys.argv[1]), n_layer=6, n_head=4, n_embd=256)
 print(peak_memory(torch.device("cpu")) - before)
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_the_estimate_is_what_eager_steps_on_this_cpu_take():
-    B = 8
+    B = 4
     program = [sys.executable, "-c", MEASURE, str(B)]
     # each tensor from the system and back to it: the holes of a heap are no tensors
     done = run_program(program, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
     assert done.returncode == 0, done.stderr
-    shape = GPTConfig(vocab_size=5000, block_size=256, n_layer=8, n_head=4, n_embd=256)
+    shape = GPTConfig(vocab_size=5000, block_size=256, n_layer=6, n_head=4, n_embd=256)
     parts = estimate_memory(shape, B=B, T=256, width=4, device="cpu")
     assert sum(parts.values()) == pytest.approx(int(done.stdout), rel=0.15)
 
@@ -180,7 +180,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
 # -- the micro-batch
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize("preset", ["gpt2-medium", "gpt2-large"])
 def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset, monkeypatch):
     it = planned("--preset", preset, "--gpus", 8, "--sharding", "fsdp")
     free = 80e9 - it.memory["weights"]
