@@ -95,7 +95,7 @@ class Plan:
         return estimate_memory(self.shape, B=B, T=T, width=width, device="cuda", **(how | other))
 
     def fits(self, B: int) -> bool:
-        """Whether a micro-batch of B sequences has room, as fit_batch_size would find."""
+        """Whether a micro-batch of B sequences has room; trying it out may find room for more."""
         gigabytes, _ = GPUS[self.config.gpu]
         parts = self.estimate(B)
         room = room_on_gpu(1e9 * gigabytes, parts["weights"], self.config.sharding)
