@@ -95,6 +95,7 @@ class Plan:
         return estimate_memory(self.shape, B=B, T=T, width=width, device="cuda", **(how | other))
 
     def fits(self, B: int) -> bool:
+        """Whether a micro-batch of B sequences has room; trying it out may find room for more."""
         gigabytes, _ = GPUS[self.config.gpu]
         parts = self.estimate(B)
         room = room_on_gpu(1e9 * gigabytes, parts["weights"], self.config.sharding)
@@ -109,12 +110,12 @@ def count_validation(c: PlanConfig) -> int:
 
 
 def find_problems(config: PlanConfig) -> list[str]:
-    """What training would refuse, too, but for its places on the disk; and what is wrong here."""
+    """What training would refuse, except for directories; and what is wrong with the plan's own."""
     problems = out_of_range(config, RANGES + PLAN_RANGES)
     if config.gpu not in GPUS:
         problems.append(f"--gpu {config.gpu!r} is not known: use {', '.join(GPUS)}")
     if config.device not in ("auto", "cuda"):
-        problems.append(f"--device {config.device}: a plan is of GPUs, leave it away")
+        problems.append(f"--device {config.device}: plans are for GPUs, leave this flag out")
     if config.record and config.dtype == "float32":
         problems.append("--record is read for 16 bits: with float32 use --tokens-per-second")
     return problems or wrong_sizes(config, config.gpus)
@@ -232,6 +233,7 @@ def format_page(plan: Plan) -> str:
 
 
 def describe_memory(plan: Plan) -> list[str]:
+    """A line for each part that there is."""
     parts = {part: size for part, size in plan.memory.items() if size}
     return [f"{size / 1e9:25.1f} GB  {part:13}{PARTS[part]}" for part, size in parts.items()]
 
@@ -283,6 +285,7 @@ def find_longest_loss(plan: Plan) -> str:
 
 
 def duration(seconds: float) -> str:
+    """In minutes below two hours, else in hours."""
     if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:,.1f} h"

@@ -19,11 +19,10 @@ from model import GPT, GPTConfig, LinearCrossEntropy
 from plan import Plan, PlanConfig
 from support import checkpoint, memory
 from support.common import UserError
+from support.device import published_peak
 from support.distributed import World
 from support.fitting import fit_batch_size
 from support.memory import estimate_memory
-
-GPT2 = dict(n_layer=12, n_head=12, n_embd=768)
 
 
 def planned(*flags) -> Plan:
@@ -39,14 +38,17 @@ def run_main(monkeypatch, capsys, *flags) -> str:
 # -- the estimate, against fake and real steps
 
 
-def replay(shape: GPTConfig, B: int, dtype: torch.dtype) -> int:
-    """Bytes of tensors at the fullest moment of the second micro-step, none of them allocated."""
+def replay(shape: GPTConfig, B: int) -> int:
+    """Bytes of tensors at the fullest moment of the second micro-step, none of them allocated.
+
+    What an operation takes for itself is not seen: in float32 that is a part of logsumexp.
+    """
     with torch.device("meta"):
         model = GPT(shape)
     with FakeTensorMode():
         for module in model.modules():
-            for name, p in module.named_parameters(recurse=False):
-                module._parameters[name] = torch.nn.Parameter(torch.empty(p.shape))
+            for name, p in list(module.named_parameters(recurse=False)):
+                setattr(module, name, torch.nn.Parameter(torch.empty(p.shape)))
         model.lm_head.weight = model.transformer.wte.weight
         [optimizer] = model.configure_optimizers()
         tracker = MemTracker()
@@ -56,20 +58,18 @@ def replay(shape: GPTConfig, B: int, dtype: torch.dtype) -> int:
                 p.grad = torch.zeros_like(p)
             optimizer.step()  # makes the moments
             x = torch.zeros(B, shape.block_size, dtype=torch.int64)
-            with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            with torch.autocast("cpu", torch.bfloat16):
                 _, loss = model(x, x)
             loss.backward()
         [peak] = tracker.get_tracker_snapshot("peak").values()
     return peak["Total"]
 
 
-@pytest.mark.parametrize(
-    "B, dtype, recompute", [(4, torch.bfloat16, False), (2, torch.float32, True)]
-)
-def test_the_estimate_is_what_a_replay_of_the_124m_on_fake_tensors_takes(B, dtype, recompute):
-    shape = GPTConfig(**GPT2, activation_checkpointing=recompute)
-    parts = estimate_memory(shape, B=B, T=1024, width=dtype.itemsize, device="cpu")
-    assert sum(parts.values()) == pytest.approx(replay(shape, B, dtype), rel=0.15)
+@pytest.mark.parametrize("n_layer, B, recompute", [(12, 4, False), (4, 16, True)])
+def test_the_estimate_is_what_a_replay_on_fake_tensors_takes(n_layer, B, recompute):
+    shape = GPTConfig(n_layer=n_layer, activation_checkpointing=recompute)
+    parts = estimate_memory(shape, B=B, T=1024, width=2, device="cpu")
+    assert sum(parts.values()) == pytest.approx(replay(shape, B), rel=0.15)
 
 
 MEASURE = """
@@ -82,34 +82,36 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
 
-def steps(shape, B):
+def micro_step(model, B):
+    x = torch.randint(5000, (B, 256))
+    model(x, x)[1].backward()
+
+def train(B, **shape):
     model = GPT(GPTConfig(vocab_size=5000, block_size=256, **shape))
     [optimizer] = model.configure_optimizers()
-    x = torch.randint(5000, (B, 256))
-    for micro_steps in (1, 2):  # the first update makes the moments
-        for _ in range(micro_steps):
-            model(x, x)[1].backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    micro_step(model, 1)
+    optimizer.step()  # makes the moments
+    optimizer.zero_grad(set_to_none=True)
+    micro_step(model, 1)  # makes the gradients
+    micro_step(model, B)
 
-steps(dict(n_layer=1, n_head=1, n_embd=16), B=1)  # what the libraries themselves take
+train(1, n_layer=1, n_head=1, n_embd=16)  # what the libraries themselves take
 before = resident()
-steps(dict(n_layer=8, n_head=4, n_embd=256), B=int(sys.argv[1]))
+train(int(sys.argv[1]), n_layer=6, n_head=4, n_embd=256)
 print(peak_memory(torch.device("cpu")) - before)
 """
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs Linux's /proc")
 def test_the_estimate_is_what_eager_steps_on_this_cpu_take():
-    B = 6
-    # tensors straight from the system and back: what is held counts, not holes in glibc's heap,
-    # which took another fifth
-    straight = {"MALLOC_MMAP_THRESHOLD_": "262144", "PYTHONPATH": str(ROOT)}
-    done = run_program([sys.executable, "-c", MEASURE, str(B)], **straight)
-    measured = int(done.stdout)
-    shape = GPTConfig(vocab_size=5000, block_size=256, n_layer=8, n_head=4, n_embd=256)
+    B = 4
+    program = [sys.executable, "-c", MEASURE, str(B)]
+    # each tensor from the system and back to it: the holes of a heap are no tensors
+    done = run_program(program, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
+    assert done.returncode == 0, done.stderr
+    shape = GPTConfig(vocab_size=5000, block_size=256, n_layer=6, n_head=4, n_embd=256)
     parts = estimate_memory(shape, B=B, T=256, width=4, device="cpu")
-    assert sum(parts.values()) == pytest.approx(measured, rel=0.15)
+    assert sum(parts.values()) == pytest.approx(int(done.stdout), rel=0.15)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -121,7 +123,7 @@ def test_the_weights_of_the_estimate_are_those_of_the_model(name):
     assert parts["moments"] == 8 * numbers
 
 
-def test_the_loss_has_as_many_rows_at_a_time_as_the_model():
+def test_the_loss_has_as_many_rows_at_a_time_as_the_model(monkeypatch):
     class Products(TorchDispatchMode):
         most_rows = 0
 
@@ -131,6 +133,7 @@ def test_the_loss_has_as_many_rows_at_a_time_as_the_model():
                 self.most_rows = max(self.most_rows, len(out))
             return out
 
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device_type: False)
     for device, rows in (("cpu", memory.LOSS_ROWS["cpu"]), ("meta", memory.LOSS_ROWS_ELSEWHERE)):
         x = torch.zeros(20_000, 1, device=device)
         weight = torch.zeros(64, 1, device=device)
@@ -177,7 +180,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
 # -- the micro-batch
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "gpt2-large", "gpt2-xl"])
+@pytest.mark.parametrize("preset", ["gpt2-medium", "gpt2-large"])
 def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset, monkeypatch):
     it = planned("--preset", preset, "--gpus", 8, "--sharding", "fsdp")
     free = 80e9 - it.memory["weights"]
@@ -214,7 +217,8 @@ def test_a_validation_costs_a_third_of_training_on_its_tokens():
     flags.append("--val-tokens=3000000")
     without = planned(*flags, "--val-every", 0).seconds
     assert without == 10 * 524288 / 1000
-    assert planned(*flags, "--val-every", 4).seconds == without + 4 * 1000, "at 0, 4, 8 and 10"
+    seconds = planned(*flags, "--val-every", 4).seconds
+    assert seconds == pytest.approx(without + 4 * 1000), "at 0, 4, 8 and 10"
 
 
 def test_a_model_that_computes_its_activations_twice_takes_a_third_longer():
@@ -240,8 +244,8 @@ def test_a_record_of_bench_says_how_fast_it_is(tmp_path):
 
 
 def test_every_gpu_of_the_plan_has_a_published_peak():
-    for gpu in plan.GPUS:
-        assert planned("--gpu", gpu).rate > 0
+    for _, name in plan.GPUS.values():
+        assert published_peak(name, torch.float16, tf32=True)
 
 
 @pytest.mark.parametrize(
