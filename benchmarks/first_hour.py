@@ -294,7 +294,8 @@ def compare_runs(whole: Path, cut: Path) -> str:
     weights = [hash_file(path_of(run, STEPS) / "model.safetensors") for run in (whole, cut)]
     if runs[0] != runs[1] or weights[0] != weights[1]:
         pairs = [f"{a} {b}" for a, b in zip(*runs, strict=False) if a != b]
-        raise Failed(f"The resumed run is another: step, loss, norm of both\n\n{block(pairs)}")
+        differing = f"\n\n{block(pairs)}" if pairs else "only the final weights differ"
+        raise Failed(f"The resumed run is another run; step, loss and norm of both: {differing}")
     return (
         f"Killed with `kill -9` two steps after the checkpoint of step {SAVED}, and resumed: the "
         f"losses and gradient norms of all {len(runs[0])} steps and the final weights are, bit "

@@ -1,8 +1,11 @@
 """`make gpu`: each part leaves its section, whatever becomes of it. On a CPU, at a tiny size."""
 
+import json
+import math
 import shlex
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ from bench import BenchConfig, check_flags
 from benchmarks import first_hour, turns
 from benchmarks.first_hour import Failed, Hour, HourConfig
 from config import check, parse_command_line
+from support.checkpoint import path_of
 from support.common import UserError, read_flags
 from support.distributed import World
 
@@ -133,19 +137,27 @@ def test_memory_that_was_given_back_is_there_again_before_the_clock_runs(monkeyp
     assert len(runs) == 3
 
 
-def test_a_killed_run_of_training_is_compared_bit_for_bit(hour, shards):
-    hour.config.data_dir = str(shards)
-    assert first_hour.do_part(hour, "training"), (hour.folder / "README.md").read_text()
-    section = (hour.folder / "training.md").read_text()
-    assert "bit for bit" in section and "The goal is 500,000 tokens/s" in section
-    assert (hour.folder / "training.png").read_bytes().startswith(b"\x89PNG")
-    log = hour.folder.parent.parent / "log"
-    metrics = log / "cut" / "metrics.jsonl"
-    assert '"type": "resume"' in metrics.read_text()
-    before, loss, after = metrics.read_text().rpartition('"loss": ')
-    metrics.write_text(f"{before}{loss}1{after}")
-    with pytest.raises(Failed, match="The resumed run is another"):
-        first_hour.compare_runs(log / "whole", log / "cut")
+def write_run(log_dir, last_loss: float, weights: bytes) -> Path:
+    checkpoint = path_of(log_dir, first_hour.STEPS)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.safetensors").write_bytes(weights)
+    records = [dict(type="run", config={})]
+    for step, loss in enumerate((9.0, last_loss)):
+        records.append(dict(type="train", step=step, loss=loss, norm=1.0))
+    (log_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    return log_dir
+
+
+def test_the_last_bit_of_a_loss_and_of_the_weights_makes_another_run(tmp_path):
+    whole = write_run(tmp_path / "whole", 0.3, b"weights")
+    same = write_run(tmp_path / "same", 0.3, b"weights")
+    assert "all 2 steps" in first_hour.compare_runs(whole, same)
+    other_loss = write_run(tmp_path / "loss", math.nextafter(0.3, 1), b"weights")
+    with pytest.raises(Failed, match=r"(?s)another run.*0\.3, 1\.0\) \(1, 0\.30000000000000004"):
+        first_hour.compare_runs(whole, other_loss)
+    other_weights = write_run(tmp_path / "weights", 0.3, b"weight5")
+    with pytest.raises(Failed, match=r"another run.*only the final weights differ"):
+        first_hour.compare_runs(whole, other_weights)
 
 
 @pytest.mark.torture
@@ -159,5 +171,6 @@ def test_the_whole_hour_leaves_a_complete_record_on_a_cpu(tmp_path):
     assert "**Failed.**" not in page and "Not done yet" not in page
     assert "| B | measured GB | planned GB |" in page and "bit for bit" in page
     for picture in ("ladder", "batch", "paths", "training"):
-        assert f"![{picture}" in page or picture == "training"
-        assert (folder / f"{picture}.png").exists()
+        assert f"({picture}.png)" in page
+        assert (folder / f"{picture}.png").read_bytes().startswith(b"\x89PNG")
+    assert '"type": "resume"' in (tmp_path / "log" / "cut" / "metrics.jsonl").read_text()
