@@ -31,8 +31,9 @@ from benchmarks.turns import Side, measure
 from config import GPT2_SIZES
 from model import GPT, GPTConfig
 from support.common import read_flags, run_script
-from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
+from support.device import free_memory, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
+from support.peaks import peak_flops
 from support.report import describe_run, dtype_name
 
 ModelName = Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"]

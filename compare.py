@@ -29,8 +29,8 @@ from tyro.conf import UseAppendAction
 
 from support import paired, runs
 from support.common import UserError, read_flags, run_script, say, write_whole
-from support.log import read_run
 from support.plots import plot_comparison
+from support.records import read_run
 from support.runs import Run
 from support.shards import find_shards, identify
 

@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from support import generation, hf
+from support import generation, hf, hf_write
 from support.common import UserError
 from support.shards import TokenStream
 from support.tokenizer import VOCAB_SIZE
@@ -372,7 +372,7 @@ class GPT(nn.Module):
         state_dict = self.state_dict() if state_dict is None else state_dict
         weights = {name: state_dict[name].detach() for name, _ in self.named_parameters()}
         fields = dataclasses.asdict(self.config)
-        hf.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
+        hf_write.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
 
     @cached_property
     def fingerprint(self) -> hf.Fingerprint:

@@ -145,7 +145,7 @@ def find_rate(config: PlanConfig, flops: int) -> tuple[float, str]:
         return config.tokens_per_second, "as --tokens-per-second says"
     import torch
 
-    from support.device import published_peak
+    from support.peaks import published_peak
 
     _, gpu = GPUS[config.gpu]
     dtype = torch.float32 if config.dtype == "float32" else torch.float16

@@ -28,7 +28,6 @@ from support.device import (
     compile_blocks,
     eager,
     newest_flash_attention,
-    peak_flops,
     peak_memory,
     pick_dtype,
     seed_everything,
@@ -38,6 +37,7 @@ from support.distributed import Interrupted, Stop, World
 from support.fitting import explain_out_of_memory, fit_batch_size, refuse_too_large
 from support.health import accept_update, explain_nan, stop_at_nan, watch_for_nan
 from support.log import Log, alone_in
+from support.peaks import peak_flops
 from support.report import dtype_name, duration
 from support.tokenizer import check_vocabulary
 

@@ -37,7 +37,7 @@ from support.checkpoint import path_of
 from support.common import UserError, hash_file, read_flags, run_script
 from support.distributed import World
 from support.fitting import parts_of_memory
-from support.log import read_metrics
+from support.records import read_metrics
 from support.report import describe_run
 
 GOAL = "500,000 tokens/s or more for the 124M at T=1024 on one H100, 43% of its peak"

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from support.common import UserError, first_line, run_script, say, write_whole
-from support.log import read_metrics
+from support.records import read_metrics
 from support.report import duration
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from support.common import write_whole
-from support.log import LoggedRun, read_run
+from support.records import LoggedRun, read_run
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart, without those that are too pale
 # on white (contrast under 3:1); the purple is Tol's, which is darker

@@ -11,8 +11,9 @@ from pathlib import Path
 from support import checkpoint
 from support.common import UserError
 from support.distributed import World
-from support.log import Log, read_metrics
+from support.log import Log
 from support.optimizer_state import load_optimizers
+from support.records import read_metrics
 from support.report import command, dtype_name
 from support.shards import identify
 

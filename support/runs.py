@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.common import UserError, say
-from support.log import read_run
+from support.records import read_run
 
 OUTPUT = "output.txt"  # what a run printed
 PAUSE = 5.0  # seconds between two looks at it

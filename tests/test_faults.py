@@ -43,8 +43,9 @@ from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, common, filters
 from support.common import UserError
 from support.distributed import World
-from support.log import Log, read_log, read_metrics
+from support.log import Log
 from support.optimizer_state import load_optimizers
+from support.records import read_log, read_metrics
 
 
 def assert_told(done: Done, *words: str) -> None:

@@ -10,7 +10,8 @@ from conftest import random_model
 from config import GPT2_SIZES
 from model import GPT, GPTConfig, LinearCrossEntropy, decay_groups
 from support.common import UserError
-from support.device import autocast, newest_flash_attention, peak_flops, pick_dtype
+from support.device import autocast, newest_flash_attention, pick_dtype
+from support.peaks import peak_flops
 
 transformers = pytest.importorskip("transformers")
 
@@ -275,7 +276,7 @@ def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    monkeypatch.setattr("support.device.time_matmul", lambda device, dtype, n: 1.0)
+    monkeypatch.setattr("support.peaks.time_matmul", lambda device, dtype, n: 1.0)
     peaks = [peak_flops(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.float16)]
     flops, sources = zip(*peaks, strict=True)
     if expected:

@@ -19,10 +19,10 @@ from model import GPT, GPTConfig, LinearCrossEntropy
 from plan import Plan, PlanConfig
 from support import checkpoint, memory
 from support.common import UserError
-from support.device import published_peak
 from support.distributed import World
 from support.fitting import fit_batch_size
 from support.memory import estimate_memory
+from support.peaks import published_peak
 
 
 def planned(*flags) -> Plan:

@@ -14,7 +14,8 @@ from benchmarks import results
 from model import GPT, GPTConfig
 from support import ending, inside, plots
 from support.common import UserError
-from support.log import Log, LoggedRun, read_log, read_metrics, read_run, read_runs
+from support.log import Log
+from support.records import LoggedRun, read_log, read_metrics, read_run, read_runs
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
     "command": "python train_gpt2.py --max-steps 60 --seed 2 --overwrite",

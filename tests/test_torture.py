@@ -21,7 +21,7 @@ from conftest import ROOT, TINY, command, documents, environment, losses, weight
 from warm import Warm
 
 from support import checkpoint
-from support.log import read_metrics
+from support.records import read_metrics
 
 RECORD = ROOT / "benchmarks" / "torture.json"
 KINDS = {  # name: flags, processes
