@@ -306,7 +306,7 @@ def describe_arm(arm: Arm, judged: list[dict], base: list[dict]) -> dict:
     tried = [[value, loss if loss < math.inf else None] for value, loss in arm.tried.items()]
     return dict(
         name=arm.name,
-        copy=str(arm.copy),
+        copy=str(arm.copy) if arm.copy != HERE else "",
         flags=shlex.join(arm.flags),
         value=arm.value,
         tried=sorted(tried),

@@ -86,7 +86,7 @@ def asked_here(monkeypatch):
             returncode=code, stdout=answer.getvalue(), stderr=complaint.getvalue()
         )
 
-    monkeypatch.setattr(compare.subprocess, "run", ask)
+    monkeypatch.setattr(compare, "subprocess", SimpleNamespace(run=ask))
 
 
 def read(corpus, out, base=FLAGS, arms=("again:",), **more) -> compare.Comparison:
