@@ -22,7 +22,7 @@ import pytest
 import torch
 from contract import AREAS, OUTCOMES
 from hypothesis import HealthCheck, settings
-from warm import Done, Warm
+from warm import Done, Warm, two_ranks
 
 from model import GPT, GPTConfig
 from support.tokenizer import EOT
@@ -198,13 +198,17 @@ def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
 
 
 def train(
-    shards: Path, log_dir: Path, flags: str = "", *more, expect: int = 0, **how
+    shards: Path, log_dir: Path, flags: str = "", *more, ranks: int = 1, expect: int = 0, **how
 ) -> subprocess.CompletedProcess | Done:
-    """Runs train_gpt2.py; `how` is run_script's: ranks, variables of the environment."""
+    """Runs train_gpt2.py in forks of a warm process: one, or two as torchrun starts them.
+
+    With more ranks, or with variables of the environment, it runs as a user runs it.
+    """
     args = tiny_run(shards, log_dir, flags, *more)
-    if how:
-        return run_script("train_gpt2.py", *args, expect=expect, **how)
-    done = warm_server().run("train_gpt2.py", *args)
+    if how or ranks > 2:
+        return run_script("train_gpt2.py", *args, ranks=ranks, expect=expect, **how)
+    as_torchrun = two_ranks() if ranks == 2 else {}
+    done = warm_server().run("train_gpt2.py", *args, **as_torchrun)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
 
