@@ -29,7 +29,7 @@ import sample
 import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import sources, web
+from support import download, sources, web
 from support.tokenizer import encode, get_tokenizer, replace_surrogates
 
 # -- where the scripts are called
@@ -67,7 +67,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hellaswag, "connect", no_network)
+    monkeypatch.setattr(download, "connect", no_network)
     monkeypatch.setattr(web, "connect", no_network)
     monkeypatch.setattr(sources, "WAITS", ())
     monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
@@ -515,9 +515,12 @@ DENIED = {  # what may not be read or written, and who needs it
 
 
 @pytest.mark.parametrize("name", DENIED)
-def test_what_may_not_be_read_is_one_sentence_and_stays(name, warm, finished, place, outcome):
+def test_what_may_not_be_read_is_one_sentence_and_stays(
+    name, warm, corpus, finished, place, outcome
+):
     script, *flags = DENIED[name].split()
     shutil.copytree(finished, place / "run")
+    shutil.copytree(corpus, place / "data", dirs_exist_ok=True)
     for folder in ("made", "results"):
         (place / folder).mkdir()
     (place / "made" / "manifest.json").write_text("{}")
