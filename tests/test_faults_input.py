@@ -29,7 +29,7 @@ import sample
 import train_gpt2
 from config import TrainConfig
 from model import GPT, GPTConfig
-from support import download, sources, web
+from support import download, web
 from support.tokenizer import encode, get_tokenizer, replace_surrogates
 
 # -- where the scripts are called
@@ -69,7 +69,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(download, "connect", no_network)
     monkeypatch.setattr(web, "connect", no_network)
-    monkeypatch.setattr(sources, "WAITS", ())
+    monkeypatch.setattr(web, "WAITS", ())
     monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     monkeypatch.setattr(train_gpt2, "peak_flops", lambda *_: (1e11, "not measured"))
