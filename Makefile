@@ -40,7 +40,7 @@ coverage: .venv/requirements-dev
 	@$(PY) -m coverage erase
 	@OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -n 2 $(TESTS)
 	@$(PY) -m coverage combine -q
-	@$(PY) -m coverage report
+	@$(PY) -m coverage report $(if $(filter tests,$(TESTS)),--fail-under=90)
 
 .venv/requirements-torture: requirements-torture.txt .venv/requirements-dev
 	@echo "setup: adding lm-evaluation-harness of requirements-torture.txt"

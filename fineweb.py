@@ -440,6 +440,7 @@ def make_shards(config: Config, folder: Path) -> str:
             manifest = open_manifest(folder, options)
             if manifest["cursor"]:
                 return Job(config, folder, manifest).run()
+            (folder / ".hashes").unlink(missing_ok=True)  # a kill at the very end leaves it
             return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
     except Timeout:
         told = f"another process is writing to {folder}"

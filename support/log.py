@@ -68,10 +68,14 @@ class Log:
 
     def write(self, records: list[dict]) -> None:
         """Makes both files anew, each whole or not at all."""
-        self.dir.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(record) for record in records]
-        write_whole(self.metrics, as_bytes(lines))
-        write_whole(self.text, as_bytes([line for record in records if (line := line_of(record))]))
+        text = [line for record in records if (line := line_of(record))]
+        try:
+            self.dir.mkdir(parents=True, exist_ok=True)
+            write_whole(self.metrics, as_bytes(lines))
+            write_whole(self.text, as_bytes(text))
+        except OSError as error:
+            raise cannot_be_written(self.metrics, error) from None
 
     def record(self, step: int, type: str, **values) -> None:
         """One line in metrics.jsonl and, of training, validation and HellaSwag, in log.txt."""
@@ -153,6 +157,10 @@ def append(path: Path, line: str) -> None:
         with open(path, "ab") as file:
             file.write(as_bytes([line]))
     except OSError as error:
-        raise UserError(
-            f"{path} cannot be written ({error.strerror}): mend that, then go on with --resume auto"
-        ) from None
+        raise cannot_be_written(path, error) from None
+
+
+def cannot_be_written(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"{path} cannot be written ({error.strerror}): mend that, then go on with --resume auto"
+    )
