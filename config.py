@@ -113,8 +113,7 @@ PRESETS = {
         warmup_steps=358,  # 375M tokens
     ),
     "gpt3-125m": TrainConfig(preset="gpt3-125m", sequence_length=2048),
-    # Fewer tokens to the same loss, where that was measured. AdamW's learning rate: Muon's update
-    # is scaled to AdamW's size.
+    # AdamW's learning rate: Muon's update is scaled to the size of AdamW's.
     "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
     # four and a half minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
