@@ -23,8 +23,10 @@ from contract import RIGHT, Done, call, contents, judge
 from test_fineweb import HerePool, make, texts_in, tokens_in
 
 import bench
+import compare
 import fineweb
 import hellaswag
+import plan
 import sample
 import train_gpt2
 from config import TrainConfig
@@ -110,7 +112,15 @@ SCRIPTS = {  # the flags' dataclass, a command line that works, what it prints, 
         8,
     ),
     "bench.py": (bench.BenchConfig, shlex.split("--model tiny --device cpu"), "reached", 4),
+    "plan.py": (plan.PlanConfig, shlex.split("--n-layer 2 --n-embd 768"), "checkpoint", 10),
+    "compare.py": (
+        compare.CompareConfig,
+        ["--data-dir=data", "--base", shlex.join([*TINY, "--val-every=2"]), "--arm=a: --seed 2"],
+        "reached",
+        3,
+    ),
 }
+SLOW = {"compare.py"}  # it asks each arm's own copy, a process, what its flags mean
 ODD = ["", " ", "-1", "0", "1", "1.5", "nan", "inf", "-inf", "1e38", "1e400", "1e20", "0x10"]
 ODD += [str(10**20), str(-(10**20)), "1" + "0" * 400, "9223372036854775807", "9223372036854775808"]
 ODD += ["true", "None", "auto", "ä", "\udcff", "a b", "y" * 300, "--seed", "'", "@x", "hub:", "~"]
@@ -122,7 +132,10 @@ def command_lines(script: str) -> list[list[str]]:
     config_class, _, _, cases = SCRIPTS[script]
     draw = random.Random(script)
     lines = [["--no-such-flag"], ["--no-such-flag", "1"], ["stray"], ["--help"], ["--"], ["-x"]]
-    for name in [field.name for field in dataclasses.fields(config_class)]:
+    names = [field.name for field in dataclasses.fields(config_class)]
+    if config_class is plan.PlanConfig:  # training's own flags are tried with training
+        names = names[len(dataclasses.fields(TrainConfig)) :]
+    for name in names:
         flag = f"--{name.replace('_', '-')}"
         odd = draw.sample(ODD, cases)
         lines += [[flag], [f"{flag}={odd[0]}", f"{flag}={odd[1]}"], [f"--{name}", odd[2]]]
@@ -148,9 +161,13 @@ def no_work(quick, monkeypatch) -> None:
     monkeypatch.setattr(train_gpt2, "why_not_compile", lambda device: "as asked")
     monkeypatch.setattr(sample, "why_not_compile", lambda device: "not in this test")
     monkeypatch.setattr(bench, "run_benchmarks", stop_before_work)
+    monkeypatch.setattr(compare, "compare", stop_before_work)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(s, marks=pytest.mark.torture) if s in SLOW else s for s in SCRIPTS],
+)
 def test_every_flag_with_odd_values_is_taken_or_told_in_a_sentence(script, place, no_work, outcome):
     _, base, right, _ = SCRIPTS[script]
     before = contents(place)
