@@ -298,6 +298,9 @@ def test_another_configuration_data_or_code_is_another_run_and_comments_are_not(
     assert directory(x) == directory(same) == directory(x, arm=1) != directory(other)
     x.data["toy_train_000001.npy"] = [3000, "another hash"]
     assert directory(x) != directory(same)
+    before = directory(x)
+    x.arms[0].code = "other code"
+    assert directory(x) != before
 
     copy = tmp_path / "copy"
     (copy / "support").mkdir(parents=True)
