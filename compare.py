@@ -91,6 +91,8 @@ def read_comparison(c: CompareConfig) -> Comparison:
     tuning = 1 if sweep else 0
     if c.seeds < tuning + 2:
         raise UserError(f"--seeds {c.seeds}: at least 2 to judge, and 1 more to tune a --sweep")
+    if c.seeds > 1000:
+        raise UserError(f"--seeds {c.seeds}: at most 1000, each is a run of every arm")
     seeds = [arms[0].config["seed"] + i for i in range(c.seeds)]
     data_dir = Path(arms[0].config["data_dir"])
     shards = [shard for split in ("train", "val") for shard in find_shards(data_dir, split)]

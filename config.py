@@ -218,6 +218,11 @@ def wrong_places(c: TrainConfig) -> list[str]:
             f"data_dir {c.data_dir!r} does not exist: "
             f"make it with python fineweb.py{source} --data-dir {c.data_dir}"
         )
+    if c.hellaswag_every and c.hellaswag_path and not Path(c.hellaswag_path).exists():
+        problems.append(
+            f"hellaswag_path {c.hellaswag_path!r} does not exist: leave it empty to download, or "
+            "--hellaswag-every 0"
+        )
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
         problems.append(f"tracker {c.tracker} is not installed: pip install {c.tracker}")
     return problems

@@ -31,7 +31,7 @@ from support.device import autocast, pick_dtype
 from support.distributed import World
 from support.examples import check_example, iterate_examples
 from support.generation import pad
-from support.rows import PADDING, ROW, Batch, Row, join, lay_out, make_batches
+from support.rows import PADDING, PARTS, ROW, Batch, Row, join, lay_out, make_batches
 
 # acc and acc_norm on all of val, from build-nanogpt's hellaswag.py
 PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}
@@ -116,10 +116,10 @@ def prepare(examples, model, device, encode=None, tokens_per_batch=0) -> Prepare
     if not budget:
         budget = 1536 if torch.device(device).type == "cpu" else 16384
     window = context_window(model)
-    share = isinstance(model, GPT)
-    width = min(ROW, window) if share else 0
+    is_ours = isinstance(model, GPT)
+    width = min(ROW, window) if is_ours else 0
     rows, lengths, truncated = lay_out_all(examples, encode, window, width)
-    if share:
+    if is_ours:
         width = max(width, max(len(row.tokens) for row in rows))
         rows = join(rows, width)
     labels = np.array([int(example.get("label", -1)) for example in examples])
@@ -159,15 +159,22 @@ def context_window(model) -> int:
 # -- scores
 
 
+def attention_mask(part: torch.Tensor) -> torch.Tensor:
+    """part (B, T), as in rows.Row -> (B, 1, T, T), True where a column may attend to another.
+
+    A token sees its own part and its context (part 0 for 1 to 4, 5 for 6 to 9, …), nothing later.
+    Padding sees padding: a row of the mask without a True would make the softmax NaN.
+    """
+    query = part[:, :, None]
+    key = part[:, None, :]
+    context = query // PARTS * PARTS
+    return ((key == query) | (key == context)).tril()[:, None]
+
+
 def token_losses(model, batch: Batch) -> torch.Tensor:
     """−log p of the batch's P targets: (P,) float32, in nats."""
     if isinstance(model, GPT):
-        looking = batch.part[:, :, None]
-        seen = batch.part[:, None, :]
-        its_context = looking // 5 * 5
-        visible = (seen == its_context) | (seen == looking)  # (B, T, T): context and own ending …
-        mask = visible.tril()[:, None]  # … but nothing later
-        x = model.hidden(batch.tokens, batch.pos, mask)  # (B, T, C)
+        x = model.hidden(batch.tokens, batch.pos, attention_mask(batch.part))  # (B, T, C)
         to_logits = model.logits
     else:
         is_token = (batch.part != PADDING).long()

@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from support import generation, hf, hf_write
 from support.common import UserError
+from support.fingerprint import Fingerprint, take_fingerprint, without_padding
 from support.shards import TokenStream
 from support.tokenizer import VOCAB_SIZE
 
@@ -54,22 +55,23 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
-        """(B, T, C) -> (B, T, C). Without a mask each token sees itself and those before it.
+        """(B, T, C) -> (B, T, C). What is passed decides the mode:
 
-        mask (B, 1, T, T): what each token sees (HellaSwag). cache alone: prefill, the k and v of
-        these T tokens are stored. cache and mask (B, 1, 1, S): decode, T = 1, a new token sees
-        what the mask shows of the stored ones.
+        neither: training; a token attends to itself and to earlier tokens.
+        mask (B, 1, T, T): HellaSwag; the mask says which tokens a token attends to.
+        cache: prefill; it attends as in training, and stores the keys and values.
+        cache and mask (B, 1, 1, S): decode, T = 1; the new token attends to stored ones.
         """
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, nh, T, hs)
         if cache is not None:
-            all_k, all_v, columns = cache  # (B, nh, S, hs) twice, (T,)
+            all_k, all_v, columns = cache  # (B, nh, S, hs) twice; (T,): where these T are stored
             all_k.index_copy_(2, columns, k.to(all_k.dtype))
             all_v.index_copy_(2, columns, v.to(all_v.dtype))
             if mask is not None:  # decode
                 k, v = all_k, all_v
-        # softmax(q kᵀ / √hs + mask) v; without a mask each token sees itself and those before it
+        # softmax(q kᵀ / √hs + mask) v
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
@@ -109,7 +111,8 @@ class Block(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of logits x Wᵀ that never exist all at once.
 
-    They would be the largest tensor of a micro-batch. A row with softmax p and one-hot target t has
+    It is F.cross_entropy(x @ weight.t(), targets, ignore_index=-1), but for the padding. All logits
+    would be the largest tensor of a micro-batch. A row with softmax p and one-hot target t has
     loss = logsumexp(x Wᵀ) - (x Wᵀ)·t, dlogits = p - t, dx = dlogits W, and adds dlogitsᵀ x to dW.
     Only some rows exist at a time, so `forward` makes the gradients of the sum too, and `backward`
     scales them to those of the mean. The idea is Cut Your Losses' and Liger Kernel's (both 2024);
@@ -138,7 +141,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             lse = logits.logsumexp(-1, keepdim=True)
             loss_sum += torch.where(counted, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
             if with_grad:
-                # p - t, in the memory of the logits; of the mean it would underflow in float16
+                # p - t, in the memory of the logits. Not divided by n yet: small ones would become
+                # zero in float16.
                 dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
                 dx.append(dlogits @ w * counted)
                 dw += sum_of_products(dlogits, x_chunk * counted)
@@ -156,20 +160,34 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def sum_of_products(dlogits, x):
-    """dlogitsᵀ x, of dlogits (rows, V) between -1 and 1 and x (rows, C) -> (V, C).
+    """dlogitsᵀ x: dlogits (rows, V), between -1 and 1, and x (rows, C) -> (V, C).
 
-    In float16 thousands of rows may add up to more than it holds, and no loss scale helps: it comes
-    later. There x is first divided by the power of two that makes this impossible.
+    float16 ends at 65504, and a sum over thousands of rows may be larger. GradScaler cannot prevent
+    it: it multiplies the loss, which is computed after this sum. So x is first multiplied by a
+    power of two, at most 1, that keeps every sum in range; the result is divided by it in float32.
     """
     if x.dtype != torch.float16:
         return dlogits.t() @ x
-    largest = len(x) * x.abs().amax().float()  # that a sum can become
-    room = torch.finfo(x.dtype).max / largest
-    factor = room.log2().floor().clamp(max=0).exp2()
-    return (dlogits.t() @ (x * factor.to(x.dtype))).float() / factor
+    largest_sum = len(x) * x.abs().amax().float()
+    room = torch.finfo(x.dtype).max / largest_sum
+    scale = room.log2().floor().clamp(max=0).exp2()
+    return (dlogits.t() @ (x * scale.to(x.dtype))).float() / scale
+
+
+def make_optimizer(params, optimizer_class, **options) -> torch.optim.Optimizer:
+    """The default for one process; World.make_optimizer can also divide the optimizer's state."""
+    return optimizer_class(params, **options)
 
 
 class GPT(nn.Module):
+    """GPT-2.
+
+    forward = hidden, then loss (with targets) or logits (without)
+    hidden  = embed, then blocks (every Block, then the last layer norm)
+
+    HellaSwag calls hidden with a mask; generation calls embed, blocks and logits with a cache.
+    """
+
     transformer: Any  # an nn.ModuleDict, of whose parts a type checker knows nothing
 
     def __init__(self, config: GPTConfig):
@@ -194,30 +212,33 @@ class GPT(nn.Module):
         self.init_weights()
 
     def allocate(self, device) -> None:
-        """Memory for the weights, whatever it holds. Buffers would stay empty: there are none."""
-        assert not list(self.buffers()), "compute in forward what is no parameter"
+        """Gives the parameters uninitialized memory, and ties the head to the embedding.
+
+        Nothing would fill a buffer, so a model here has none.
+        """
+        assert not list(self.buffers()), "compute in forward what is not a parameter"
         self.to_empty(device=device)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """GPT-2's initialization: normal(0, 0.02), residual projections smaller.
+        """normal(0, 0.02) for matrices and embeddings, 0 for biases, 1 for layer norms' gains.
 
-        (OpenAI's own code has 0.01 for the positions; this is nanoGPT's and build-nanogpt's.)
-        Those that write into the residual stream are divided by √(2·n_layer), so that its
-        variance does not grow with depth.
+        A block's two c_proj write into the residual stream. Their std is divided by √(2·n_layer),
+        so that the stream's variance does not grow with depth (GPT-2 paper, section 2.3). As in
+        nanoGPT and build-nanogpt; OpenAI's code has std 0.01 for the positions.
         """
         for name, p in self.named_parameters():
+            p.zero_()  # biases; and the padding's rows, which stay zero: their gradient is zero
+            if name.endswith("bias"):
+                continue
+            if p.dim() == 1:  # the gain of a layer norm
+                p.fill_(1)
+                continue
             std = 0.02
             if name.endswith("c_proj.weight"):
                 std /= math.sqrt(2 * self.config.n_layer)
-            if name.endswith("bias"):
-                p.zero_()
-            elif p.dim() == 1:  # layer norm
-                p.fill_(1)
-            else:
-                p.zero_()  # the padding's gradient is zero, so it stays zero
-                hf.without_padding(name, p, self.config.vocab_size).normal_(0.0, std)
+            without_padding(name, p, self.config.vocab_size).normal_(0.0, std)
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 -> (logits (B, T, V), None).
@@ -228,16 +249,6 @@ class GPT(nn.Module):
         if targets is None:
             return self.logits(x), None
         return None, self.loss(x, targets)
-
-    def loss(self, x, targets):
-        """Hidden states (B, T, C) and what comes next, (B, T) -> the mean loss, without logits."""
-        return LinearCrossEntropy.apply(
-            x.flatten(0, 1),
-            self.lm_head.weight,
-            targets.flatten(),
-            self.config.vocab_size,
-            torch.is_grad_enabled(),
-        )
 
     def hidden(self, idx, pos=None, mask=None, caches=None):
         """The hidden states after the last layer norm, (B, T, C): all but the vocabulary.
@@ -274,6 +285,16 @@ class GPT(nn.Module):
         """
         return self.lm_head(x)[..., : self.config.vocab_size]
 
+    def loss(self, x, targets):
+        """Hidden states (B, T, C) and what comes next, (B, T) -> the mean loss, without logits."""
+        return LinearCrossEntropy.apply(
+            x.flatten(0, 1),
+            self.lm_head.weight,
+            targets.flatten(),
+            self.config.vocab_size,
+            torch.is_grad_enabled(),
+        )
+
     def flops_per_token(self, T: int) -> int:
         """Operations to train on one token (PaLM, appendix B).
 
@@ -294,20 +315,21 @@ class GPT(nn.Module):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         muon: bool = False,
-        make: Callable = lambda params, optimizer_class, **how: optimizer_class(params, **how),
+        make: Callable = make_optimizer,
     ) -> list[torch.optim.Optimizer]:
         """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused where the device can.
 
         With muon, the matrices inside the blocks go to PyTorch's Muon (Jordan 2024), whose update
         is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
-        Matrices and embeddings decay, biases and layer norms do not. make(params,
-        optimizer_class=…, **defaults) builds each optimizer (World.make_optimizer).
+        Matrices and embeddings decay, biases and layer norms do not. `make` builds each of them.
         """
-        matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2] if muon else []
-        taken = set(map(id, matrices))
-        rest = [p for p in self.parameters() if p.requires_grad and id(p) not in taken]
+        matrices: list[nn.Parameter] = []
+        if muon:
+            matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2]
+        ids = {id(p) for p in matrices}
+        others = [p for p in self.parameters() if p.requires_grad and id(p) not in ids]
         adamw = make(
-            decay_groups(rest, weight_decay),
+            decay_groups(others, weight_decay),
             optimizer_class=torch.optim.AdamW,
             lr=learning_rate,
             betas=betas,
@@ -375,10 +397,10 @@ class GPT(nn.Module):
         hf_write.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
 
     @cached_property
-    def fingerprint(self) -> hf.Fingerprint:
+    def fingerprint(self) -> Fingerprint:
         """What this code computes, and whether that is GPT-2. It takes milliseconds, once."""
         tensors = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return hf.take_fingerprint(GPT, self.config, tensors)
+        return take_fingerprint(GPT, self.config, tensors)
 
 
 def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:

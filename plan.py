@@ -22,7 +22,7 @@ from config import (
 from support.common import UserError, run_script
 from support.memory import estimate_memory, largest_batch, room_on_gpu
 
-# GB of memory, and the name of CUDA under which support/device.py has the peak: both are of the
+# GB of memory, and the name of CUDA under which support/peaks.py has the peak: both are of the
 # datasheet that it names there. (A B200 has 180 in the NVIDIA DGX B200 datasheet: 1,440 GB in 8.)
 GPUS = {
     "B200": (180, "NVIDIA B200"),
@@ -60,6 +60,7 @@ class PlanConfig(TrainConfig):
 
 PLAN_RANGES = [  # as config.RANGES
     ("gpus", lambda x: x >= 1, "at least 1"),
+    ("n_layer", lambda x: x <= 10_000, "at most 10,000: each is built, without its memory"),
     ("mfu", lambda x: 0 < x <= 1, "above 0, at most 1"),
     ("tokens_per_second price", lambda x: x >= 0, "0 or more"),
 ]
@@ -126,17 +127,30 @@ def build_model(config: PlanConfig):
     import torch  # here, so that --help is there at once
 
     from model import GPT, GPTConfig
-    from support.hf import read_fields
 
     names = [f.name for f in fields(GPTConfig)]
     shape = {name: getattr(config, name) for name in names if hasattr(config, name)}
     if config.init_from in GPT2_SIZES:
         shape |= GPT2_SIZES[config.init_from]
     elif config.init_from != "scratch":
-        shape |= read_fields(Path(config.init_from))
+        shape |= read_init_from(config.init_from)
     shape["block_size"] = config.sequence_length
     with torch.device("meta"):
         return GPT(GPTConfig(**shape))
+
+
+def read_init_from(name: str) -> dict:
+    """The fields of GPTConfig that --init-from gives. Raises UserError for a name on the hub."""
+    from support.hf import read_fields, read_pt
+
+    if name.endswith(".pt"):
+        return read_pt(Path(name))[0]
+    if not Path(name).is_dir():
+        raise UserError(
+            f"--init-from {name}: a plan asks no network; expected a directory, a .pt file, or one "
+            f"of {', '.join(GPT2_SIZES)}"
+        )
+    return read_fields(Path(name))
 
 
 def find_rate(config: PlanConfig, flops: int) -> tuple[float, str]:

@@ -35,10 +35,11 @@ from support.device import (
 )
 from support.distributed import Interrupted, Stop, World
 from support.fitting import explain_out_of_memory, fit_batch_size, refuse_too_large
-from support.health import accept_update, explain_nan, stop_at_nan, watch_for_nan
+from support.health import explain_nan, judge_update, stop_at_nan, watch_for_nan
 from support.log import Log, alone_in
 from support.peaks import peak_flops
 from support.report import dtype_name, duration
+from support.shards import find_shards
 from support.tokenizer import check_vocabulary
 
 
@@ -187,7 +188,7 @@ class Run:
         self.stop = Stop(world)
         self.step = 0  # updates done
         self.cursor = 0  # where this step's sequences start
-        self.evaluated = False  # whether what is due at this step is done
+        self.evaluated = False  # whether this step's evaluations are done
         # the lowest validation loss so far at a step with a checkpoint: {"loss", "step"}
         self.best: dict | None = None
         self.losses: dict[str, float] = {}  # the last ones, for the model card
@@ -196,9 +197,12 @@ class Run:
         self.skipped_in_a_row = 0
         self.last_saved: Path | None = None
 
-        # The order matters. Only a model that is placed on its device can be compiled for it; the
-        # largest micro-batch is found with the compiled model, without the buckets of DDP; and the
-        # optimizers need the parameters that wrapping leaves.
+        # The order matters. What is wrong with the data is told before time goes into the model.
+        # Only a model that is placed on its device can be compiled for it; the largest micro-batch
+        # is found with the compiled model, without the buckets of DDP; and the optimizers need the
+        # parameters that wrapping leaves.
+        self.find_data(found)
+        self.set_arithmetic(found)
         self.build_model(found)
         self.fit_batch(found)
         self.build_loaders()
@@ -207,17 +211,36 @@ class Run:
         # where the run's clock began; restore moves it back by the time that was spent before
         self.clock_start = time.perf_counter()
         report.print_setup(self)
-        self.open_logs(found)
+        if found:
+            resume.restore(self, found)
+        if world.is_main:
+            resume.clear_the_way(self, found)
+        self.start_logs(found)
+        self.first_step = self.step  # of this process: 0, or the checkpoint's
+        self.first_step_ended: float | None = None  # its clock: the first update compiles
+        self.last_save_time = time.perf_counter()  # or when the run began
+
+    def find_data(self, found: checkpoint.Found | None) -> None:
+        """Raises UserError if a split is missing or damaged, or not what a checkpoint was of."""
+        data_dir = Path(self.config.data_dir)
+        shards = find_shards(data_dir, "train")
+        if found:
+            resume.refuse_other_data(data_dir, shards, found)
+        if self.config.val_every:
+            find_shards(data_dir, "val")
+
+    def set_arithmetic(self, found: checkpoint.Found | None) -> None:
+        """TF32, determinism, and the dtype to autocast to."""
+        torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
+        if self.config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
+            torch.use_deterministic_algorithms(True)
+        self.dtype, self.why_dtype = choose_dtype(self.config, self.world, found)
 
     def build_model(self, found: checkpoint.Found | None) -> None:
         """The model: new, or from a checkpoint or other weights; on its device, compiled."""
         config = self.config
         world = self.world
-        torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
-        if config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
-            torch.use_deterministic_algorithms(True)
-        self.dtype, reason = choose_dtype(config, world, found)
         self.raw = self.build_raw(found)
         if world.is_main and self.raw.fingerprint.difference:
             self.log.say(hf.describe_change(self.raw.fingerprint))
@@ -227,33 +250,38 @@ class Run:
         kernels = f"eager: {why_eager}" if why_eager else "compiled"
         if not config.deterministic and (flash := newest_flash_attention(world.device)):
             kernels += f", {flash}"
-        self.log.say(f"device: {world.device}, {dtype_name(self.dtype)} ({reason}), {kernels}")
+        precision = f"{dtype_name(self.dtype)} ({self.why_dtype})"
+        self.log.say(f"device: {world.device}, {precision}, {kernels}")
         if not why_eager:
             compile_blocks(self.raw, recompute=world.device.type == "cpu")
 
     def build_raw(self, found: checkpoint.Found | None) -> GPT:
-        """The model on the CPU: as the checkpoint says, else from other weights, else new.
+        """The model, on the CPU: from the checkpoint, else from --init-from, else new.
 
-        A flag sets the GPTConfig field of its name. Loaded weights keep their architecture: of it
-        flags set only what is harmless and, with --init-from, the context, and what the files do
-        not tell.
+        A flag sets the GPTConfig field of its name. For loaded weights their files decide, except:
+        a HARMLESS field is always the flag's; and with --init-from the context is
+        --sequence-length, and a field that the files do not have is the flag's.
         """
         config = self.config
-        flags = {name: getattr(config, name) for name in fields_of_gpt() if hasattr(config, name)}
+        flags: dict[str, Any] = {}
+        harmless: dict[str, Any] = {}
+        for field in dataclasses.fields(GPTConfig):
+            if hasattr(config, field.name):
+                flags[field.name] = getattr(config, field.name)
+                if field.metadata.get("harmless"):
+                    harmless[field.name] = flags[field.name]
         flags["block_size"] = config.sequence_length
-        harmless = {f.name for f in dataclasses.fields(GPTConfig) if f.metadata.get("harmless")}
-        harmless_flags = {name: flags[name] for name in flags.keys() & harmless}
         torch.manual_seed(config.seed)
         if found:
             refuse_too_large(found.state["model"])
-            raw = GPT.from_pretrained(found.path, **{**found.state["model"], **harmless_flags})
+            raw = GPT.from_pretrained(found.path, **(found.state["model"] | harmless))
             hf.refuse_resume_by_changed_code(found.path, raw.fingerprint)
             return raw
         if config.init_from == "scratch":
             refuse_too_large(flags)
             return GPT(GPTConfig(**flags))
         T = config.sequence_length
-        raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless_flags)
+        raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless)
         check_vocabulary(config.init_from, raw.config.vocab_size)
         return raw
 
@@ -311,22 +339,15 @@ class Run:
         self.peak = peak * self.world.size
         self.log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({source})")
 
-    def open_logs(self, found: checkpoint.Found | None) -> None:
-        """Starts the logs, or goes on where a checkpoint left everything."""
+    def start_logs(self, found: checkpoint.Found | None) -> None:
+        """Begins the logs, or goes on with those of the checkpoint's run."""
         about = report.describe_run(self.config, self.world, self.dtype, self.batch_size)
         about["model"] = dataclasses.asdict(self.raw.config)
         about["parameters"] = self.raw.num_params()
         if found:
-            resume.restore(self, found)
-        if self.world.is_main:
-            resume.clear_the_way(self, found)
-        if found:
             self.log.resume(self.step, self.evaluated, about, ours=resume.is_own(self, found))
         else:
             self.log.start(about)
-        self.first_step = self.step  # of this process: 0, or the checkpoint's
-        self.first_step_ended: float | None = None  # its clock: the first update compiles
-        self.last_save_time = time.perf_counter()  # or when the run began
 
     def wall(self) -> float:
         return time.perf_counter() - self.clock_start
@@ -342,10 +363,6 @@ def choose_dtype(
     if config.dtype == "auto" and found:
         return getattr(torch, found.state["dtype"]), "as before"
     return pick_dtype(world.device, config.dtype, world)
-
-
-def fields_of_gpt() -> list[str]:
-    return [f.name for f in dataclasses.fields(GPTConfig)]
 
 
 def load_hellaswag(
@@ -447,7 +464,7 @@ def print_samples(run: Run) -> None:
 def loop(run: Run) -> None:
     """Evaluate, save, make an update, log it, until all are made."""
     config = run.config
-    refusing = config.skip_spikes or run.scaler.is_enabled()
+    may_skip = config.skip_spikes > 0 or run.scaler.is_enabled()
     while True:
         if not run.evaluated:
             evaluate(run)
@@ -473,7 +490,7 @@ def loop(run: Run) -> None:
             lr=lr,
             grad_clip=config.grad_clip,
             stop=run.stop,
-            accept=partial(accept_update, run) if refusing else None,
+            accept=partial(judge_update, run) if may_skip else None,
         )
         loss = loss_on_device.item()  # waits for the device
         norm = norm_on_device.item()
@@ -504,8 +521,9 @@ def train(config: TrainConfig, world: World) -> None:
     if found and found.state["step"] > config.max_steps:
         log.say(f"done: {found.path} is past --max-steps {config.max_steps}, nothing is left to do")
         return
-    run = Run(config, world, log, found)
+    run: Run | None = None
     try:
+        run = Run(config, world, log, found)
         loop(run)
         memory = peak_memory(world.device)
         wall = run.wall()
@@ -515,11 +533,13 @@ def train(config: TrainConfig, world: World) -> None:
         if world.is_main:
             ending.finish(config.log_dir)
     except Interrupted:
-        save_interrupted(run)
+        if run:
+            save_interrupted(run)
     except torch.OutOfMemoryError:
-        raise UserError(explain_out_of_memory(run.batch_size, config)) from None
+        batch_size = run.batch_size if run else 0
+        raise UserError(explain_out_of_memory(batch_size, config)) from None
     finally:
-        run.log.close()
+        log.close()
 
 
 def save_interrupted(run: Run) -> None:

@@ -106,7 +106,7 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], final: Path) -> None:
 
 def refuse_full_disk(weights: dict, optimizer_state: dict, final: Path) -> None:
     """Raises UserError if the disk has less room than a checkpoint needs."""
-    tensors = list(weights.values())
+    tensors = list({w.data_ptr(): w for w in weights.values()}.values())  # a tied one once
     for values in optimizer_state["state"].values():
         tensors += [x for x in values.values() if isinstance(x, torch.Tensor)]
     need = sum(x.numel() * x.element_size() for x in tensors)

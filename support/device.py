@@ -232,6 +232,8 @@ def peak_memory(device: torch.device) -> int:
     """Bytes: the most that the GPU's allocator held, or that this process had resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
+    with suppress(OSError, ValueError):  # getrusage would count the parent of a forked process
+        return 1024 * number_after("VmHWM:", Path("/proc/self/status").read_text())
     try:
         import resource
     except ImportError:  # Windows

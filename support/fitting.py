@@ -20,15 +20,15 @@ def fit_batch_size(raw, config, world: World, dtype: torch.dtype) -> int:
     """
     T = config.sequence_length
     sequences = config.total_batch_size // T // world.size
+    muon = config.optimizer == "muon"
     if world.device.type == "cuda" and world.sharding != "fsdp":
         B = largest_batch(
             sequences,
-            lambda B: not world.any(runs_out_of_memory(raw, B, T, world, dtype)),
+            lambda B: not world.any(runs_out_of_memory(raw, B, T, world, dtype, muon)),
         )
         torch.cuda.reset_peak_memory_stats()
         return B
     room = room_beside_weights(find_free_memory(world.device), world.device.type)
-    muon = config.optimizer == "muon"
 
     def fits(B: int) -> bool:
         parts = parts_of_memory(raw, B, T, world, dtype, muon)
@@ -62,13 +62,15 @@ def find_free_memory(device: torch.device) -> float:
     return free
 
 
-def runs_out_of_memory(raw, B: int, T: int, world: World, dtype: torch.dtype) -> bool:
+def runs_out_of_memory(
+    raw, B: int, T: int, world: World, dtype: torch.dtype, muon: bool = False
+) -> bool:
     """Whether a micro-batch of B sequences is too much for this GPU.
 
-    Beside it there must be room for AdamW's two moments, the buckets in which DDP averages
+    Beside it there must be room for the optimizer's moments, the buckets in which DDP averages
     gradients, and 3% of all memory, because the allocator cannot fill every hole.
     """
-    parts = parts_of_memory(raw, B, T, world, dtype)
+    parts = parts_of_memory(raw, B, T, world, dtype, muon)
     beside = parts["moments"] + parts["buckets"]
     spare = round(HEADROOM * total_memory(world.device))
     try:
@@ -106,7 +108,12 @@ def refuse_too_large(shape: dict) -> None:
 
 
 def explain_out_of_memory(batch_size: int, config) -> str:
-    """What to do when a GPU has no room for the micro-batch that was asked for."""
+    """What to do when a GPU has no room for a micro-batch; 0: not even for the model."""
+    if batch_size == 0:
+        return (
+            "out of GPU memory before the first step: is another program using this GPU? "
+            "--sharding fsdp divides the model among several"
+        )
     if batch_size > 1:
         less = f"--batch-size {batch_size // 2}"
     elif not config.activation_checkpointing:

@@ -134,15 +134,15 @@ def stream(
     done = torch.zeros(B, dtype=torch.bool, device=idx.device)
     token = None
     for _ in range(max_new_tokens):
-        outgrown = [len(context) > window for context in contexts]
-        if token is None or any(outgrown):
-            for context, too_long in zip(contexts, outgrown, strict=True):
-                if too_long:
-                    del context[:-kept]
+        too_long = [context for context in contexts if len(context) > window]
+        for context in too_long:
+            del context[:-kept]
+        if token is None or too_long:  # nothing is cached yet, or a row's positions have moved
             logits = prefill(model, contexts, cache)
         else:
-            places = cache.add_column()
-            logits = step(model, model.embed(token[:, None], cache.pos), cache.mask, places)
+            caches = cache.add_column()
+            x = model.embed(token[:, None], cache.pos)
+            logits = step(model, x, cache.mask, caches)
         check_logits(logits)
         token = choose(logits.float(), **choice)
         if stop is not None:

@@ -1,4 +1,4 @@
-"""What training refuses: updates from overflows and spikes, and numbers that are none.
+"""Which updates a run skips (float16 overflow, spikes), and its end on a NaN or infinity.
 
 `run` is train_gpt2.Run.
 """
@@ -23,8 +23,8 @@ def is_spike(value: float, recent: list[float], limit: float) -> bool:
     return value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
 
 
-def accept_update(run, loss: float, norm: float) -> bool:
-    """Whether to make an update; if not, run.skipped says why.
+def judge_update(run, loss: float, norm: float) -> bool:
+    """Whether to make an update; if not, run.skipped says why. Every update is to be judged once.
 
     Raises UserError when too many in a row were skipped: nothing is learned any more.
     """
@@ -51,7 +51,7 @@ def accept_update(run, loss: float, norm: float) -> bool:
 def stop_at_nan(run, loss: float, norm: float) -> None:
     """Raises UserError with what to know and to do, unless float16 merely overflowed."""
     if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled()):
-        return  # an overflow in float16 is refused by accept_update; the scaler lowers its scale
+        return  # an overflow in float16 is refused by judge_update; the scaler lowers its scale
     sequences = run.config.total_batch_size // run.config.sequence_length
     what = (
         f"the loss is {loss} and the gradient norm {norm}, "
@@ -71,9 +71,10 @@ def explain_nan(run, what: str) -> str:
 
 
 def watch_for_nan(model_class: type) -> None:
-    """From now on an error names the first module of such a model whose output is not finite.
+    """From now on the first NaN raises UserError.
 
-    Or the operation of the backward pass that makes a nan. It slows training down.
+    In the forward pass it names the module (infinity counts too), in the backward pass the
+    operation. Slow: only for a rerun.
     """
     names: dict[torch.nn.Module, str] = {}
 

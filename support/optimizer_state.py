@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from support import hf
 from support.common import UserError
 from support.distributed import World
+from support.fingerprint import EMBEDDING, HEAD
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
@@ -57,7 +57,7 @@ def resize_embedding(optimizer_state: dict, rows: int) -> dict:
         return torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
 
     states = dict(optimizer_state["state"])
-    for padded in {hf.EMBEDDING, hf.HEAD} & set(states):
+    for padded in {EMBEDDING, HEAD} & set(states):
         states[padded] = {name: resize(x) for name, x in states[padded].items()}
     return {**optimizer_state, "state": states}
 
@@ -65,7 +65,7 @@ def resize_embedding(optimizer_state: dict, rows: int) -> dict:
 def load_optimizers(
     model, optimizers: list[torch.optim.Optimizer], state: dict, world: World
 ) -> None:
-    """Gives the optimizers what `save` kept.
+    """Gives the optimizers their part of a checkpoint; `state` is its training_state.pt.
 
     The sharding and the padding of the embedding may have been others then. Raises UserError for
     a state that is not that of this model.

@@ -15,10 +15,10 @@ from support.log import Log
 from support.optimizer_state import load_optimizers
 from support.records import read_metrics
 from support.report import command, dtype_name
-from support.shards import identify
+from support.shards import Shard, identify
 
 # What of a run's attributes a checkpoint keeps as they are.
-PROGRESS = ("step", "evaluated", "cursor", "best", "losses", "recent")
+PROGRESS = ("step", "evaluated", "cursor", "best", "losses", "recent", "skipped_in_a_row")
 
 # Settings that a resumed run may change without being told as "other settings than before".
 SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size"}
@@ -103,33 +103,40 @@ def refuse_other_model(config, model_config: type, found: checkpoint.Found) -> N
 
 
 def restore(run, found: checkpoint.Found) -> None:
-    """Puts a run where a checkpoint left it. Raises UserError if its data are not the same."""
+    """Puts a run where a checkpoint left it."""
     state = found.state
-    refuse_other_data(run, found)
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    asked = [{name: x for name, x in group.items() if name != "params"} for group in groups]
+    flags = options_of(run.optimizers)
     load_optimizers(run.raw, run.optimizers, state, run.world)
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    for group, options in zip(groups, asked, strict=True):
-        group.update(options)  # weight decay and the like are this command's, not the checkpoint's
+    for group, options in zip(groups, flags, strict=True):
+        group.update(options)  # loading brought the old weight decay and betas; the flags decide
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     run.train_loader.load_state_dict({"cursor": state["cursor"]})
     for name in PROGRESS:
-        setattr(run, name, state[name])
+        if name in state:  # one that is newer than the checkpoint keeps its beginning
+            setattr(run, name, state[name])
+    if not is_own(run, found):
+        run.best = None  # its checkpoint is not in this log_dir
     run.clock_start = time.perf_counter() - state["wall"]
     run.last_saved = found.path
     del state["optimizer"]  # its file need not stay mapped
 
 
-def refuse_other_data(run, found: checkpoint.Found) -> None:
+def options_of(optimizers: list) -> list[dict]:
+    """The options (lr, weight_decay, …) of each group of parameters."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [{name: x for name, x in group.items() if name != "params"} for group in groups]
+
+
+def refuse_other_data(data_dir: Path, shards: list[Shard], found: checkpoint.Found) -> None:
     """Raises UserError if the shards are not those that the run has begun with."""
-    now = identify(run.train_loader.shards)
+    now = identify(shards)
     then = found.state["data"]
     other = sorted(name for name in now | then if now.get(name) != then.get(name))
     if other:
         raise UserError(
-            f"{run.config.data_dir} has other shards than when {found.path} was written "
+            f"{data_dir} has other shards than when {found.path} was written "
             f"({other[0]} and {len(other) - 1} more differ): put the shards back, or start a new "
             f"run from its weights with --init-from {found.path}"
         )

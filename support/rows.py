@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 ROW = 384  # tokens in a row: about two examples, one long and one short
+PARTS = 5  # of one context: itself and its four endings
 PADDING = -1  # the part of a token that fills a row up
 
 
@@ -99,10 +100,10 @@ def join(rows: list[Row], width: int) -> list[Row]:
 def append(host: Row, row: Row) -> None:
     """Puts a row with one context behind what another one holds."""
     start = len(host.tokens)
-    contexts = host.part[-1] // 5 + 1 if host.part else 0
+    contexts = host.part[-1] // PARTS + 1 if host.part else 0
     host.tokens += row.tokens
     host.pos += row.pos
-    host.part += [5 * contexts + part for part in row.part]
+    host.part += [PARTS * contexts + part for part in row.part]
     host.targets += [(start + column, token, slot) for column, token, slot in row.targets]
 
 

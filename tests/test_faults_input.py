@@ -112,7 +112,7 @@ SCRIPTS = {  # the flags' dataclass, a command line that works, what it prints, 
         8,
     ),
     "bench.py": (bench.BenchConfig, shlex.split("--model tiny --device cpu"), "reached", 4),
-    "plan.py": (plan.PlanConfig, shlex.split("--n-layer 2 --n-embd 768"), "checkpoint", 10),
+    "plan.py": (plan.PlanConfig, ["--n-layer=2"], "checkpoint", 10),
     "compare.py": (
         compare.CompareConfig,
         ["--data-dir=data", "--base", shlex.join([*TINY, "--val-every=2"]), "--arm=a: --seed 2"],

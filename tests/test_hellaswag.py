@@ -25,6 +25,7 @@ import hellaswag
 from hellaswag import evaluate, load_examples, render_example, score
 from model import GPT, GPTConfig
 from support import download as transfer
+from support import rows
 from support.common import UserError
 from support.distributed import World
 from support.download import blob_id
@@ -137,7 +138,7 @@ def test_an_example_is_laid_out_as_build_nanogpt_does():
 
 
 def test_the_example_in_the_docstring_of_lay_out_is_true():
-    result = doctest.testmod(hellaswag)
+    result = doctest.testmod(rows)
     assert result.attempted > 0 and result.failed == 0
 
 

@@ -28,9 +28,8 @@ from safetensors.torch import load_file
 
 import model
 from model import GPT, GPTConfig
-from support import hf
 from support.common import UserError
-from support.fingerprint import Fingerprint
+from support.fingerprint import Fingerprint, take_fingerprint
 from support.tokenizer import EOT, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -400,7 +399,7 @@ def test_no_setting_of_precision_changes_the_label_or_is_changed_and_no_number_i
     before = torch.get_rng_state()
     with settings_of_a_wild_run():
         with torch.autocast("cpu", torch.bfloat16):
-            found = hf.take_fingerprint(GPT, GPTConfig(**SMALL))
+            found = take_fingerprint(GPT, GPTConfig(**SMALL))
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch.are_deterministic_algorithms_enabled()
         assert torch._C._get_mkldnn_enabled()
@@ -424,13 +423,13 @@ def settings_of_a_wild_run():
 def test_the_label_is_found_out_once_a_run_not_at_each_save(tmp_path, monkeypatch):
     ours = random_model()
     calls = []
-    found = model.hf.take_fingerprint
+    found = model.take_fingerprint
 
     def count(*args):
         calls.append(args)
         return found(*args)
 
-    monkeypatch.setattr(model.hf, "take_fingerprint", count)
+    monkeypatch.setattr(model, "take_fingerprint", count)
     for name in "abc":
         ours.save_pretrained(tmp_path / name)
     assert len(calls) == 1

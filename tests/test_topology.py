@@ -39,7 +39,7 @@ from support import checkpoint
 from support.common import UserError
 from support.device import autocast
 from support.distributed import World
-from support.health import MOST_SKIPPED, accept_update, is_spike
+from support.health import MOST_SKIPPED, is_spike, judge_update
 from support.log import Log
 from support.resume import as_restarted
 from train_gpt2 import train_step
@@ -245,16 +245,16 @@ def test_a_spike_and_an_overflow_are_refused_and_the_window_moves_on():
         recent={"loss": [1.0, 1.1] * 64, "norm": [0.5, 0.6] * 64},
         skipped_in_a_row=0,
     )
-    assert accept_update(run, 1.0, 0.5)
+    assert judge_update(run, 1.0, 0.5)
     assert run.skipped == ""
-    assert not accept_update(run, 9.0, 0.5)
+    assert not judge_update(run, 9.0, 0.5)
     assert run.skipped == "spike of the loss"
-    assert not accept_update(run, 1.0, 7.0)
+    assert not judge_update(run, 1.0, 7.0)
     assert run.skipped == "spike of the norm"
     assert len(run.recent["loss"]) == 128
     assert run.recent["loss"][-3:] == [1.0, 9.0, 1.0]
     before = list(run.recent["norm"])
-    assert not accept_update(run, 1.0, float("inf"))
+    assert not judge_update(run, 1.0, float("inf"))
     assert "float16" in run.skipped
     assert run.recent["norm"] == before
 
@@ -263,12 +263,12 @@ def test_a_run_whose_every_update_overflows_ends_in_a_sentence():
     run = SimpleNamespace(config=TrainConfig(), step=7, last_saved=None, skipped_in_a_row=0)
     overflow = float("inf")
     for _ in range(MOST_SKIPPED - 1):
-        assert not accept_update(run, 1.0, overflow)
-    assert accept_update(run, 1.0, 0.5), "an update that is made begins the count anew"
+        assert not judge_update(run, 1.0, overflow)
+    assert judge_update(run, 1.0, 0.5), "an update that is made begins the count anew"
     for _ in range(MOST_SKIPPED - 1):
-        assert not accept_update(run, 1.0, overflow)
+        assert not judge_update(run, 1.0, overflow)
     with pytest.raises(UserError, match=r"step 7: 50 updates in a row .* overflow in float16"):
-        accept_update(run, 1.0, overflow)
+        judge_update(run, 1.0, overflow)
 
 
 class SameBatch:
