@@ -206,6 +206,35 @@ def test_the_loss_in_16_bits_is_as_near_to_float32_as_the_plain_one(precision, s
         assert (a - c).norm() < max(3 * (b - c).norm(), 1e-4 * c.norm())
 
 
+@pytest.mark.parametrize("probability", [0.5, 0.9, 0.99, 0.999])
+def test_the_gradients_of_confident_tokens_are_not_lost(probability):
+    """Where p - t is nearly zero at the target, rounding the logits counts most."""
+    torch.manual_seed(0)
+    N, C, V = 64, 64, 1024
+    y = torch.randint(0, V, (N,))
+    w = 0.02 * torch.randn(V, C, dtype=torch.float64)
+    x = torch.randn(N, C, dtype=torch.float64)
+    wanted = math.log(probability / (1 - probability))
+    for _ in range(100):  # moves x along its target's row until the target is that likely
+        p = (x @ w.t()).softmax(-1).gather(1, y[:, None])
+        x += 0.7 * (wanted - (p / (1 - p)).log()) / w[y].square().sum(1, keepdim=True) * w[y]
+    assert p.mean().item() == pytest.approx(probability, abs=1e-3)
+
+    def gradients(loss_of, x, w, dtype) -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_(), w.clone().requires_grad_()]
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            loss = loss_of(*leaves)
+        return torch.autograd.grad(loss, leaves)
+
+    def ours(x, w):
+        return LinearCrossEntropy.apply(x, w, y, V, True)
+
+    exact = gradients(lambda x, w: F.cross_entropy(x @ w.t(), y), x, w, torch.float32)
+    for dtype, error in ((torch.float32, 2e-6 / (1 - probability)), (torch.bfloat16, 0.1)):
+        for a, b in zip(gradients(ours, x.float(), w.float(), dtype), exact, strict=True):
+            assert (a - b).norm() < error * b.norm()
+
+
 def test_in_float16_thousands_of_rows_that_agree_do_not_overflow():
     """2,048 rows predict the same token, and one channel of x is 100 in all of them: their sum is
     three times what float16 holds, their mean is harmless.
