@@ -295,7 +295,7 @@ def test_an_unknown_gpu_is_answered_with_those_that_are_known():
         ("--price nan", "price is nan"),
         ("--n-head 7", "n_embd 768 does not divide by n_head 7"),
         ("--device cpu", "--device cpu"),
-        ("--init-from nowhere", "nowhere/config.json is missing"),
+        ("--init-from nowhere", "a plan asks no network; expected a directory, a .pt file"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(flags, words):

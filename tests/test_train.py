@@ -421,8 +421,8 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
             raise torch.OutOfMemoryError
         return forward(x, y)
 
-    def try_on_the_cpu(raw, B, T, _, dtype):
-        return runs_out_of_memory(raw, B, T, World("cpu"), dtype)
+    def try_on_the_cpu(raw, B, T, _, dtype, muon):
+        return runs_out_of_memory(raw, B, T, World("cpu"), dtype, muon)
 
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), sharding="ddp", size=1, any=bool)
     monkeypatch.setattr("support.fitting.runs_out_of_memory", try_on_the_cpu)

@@ -152,6 +152,8 @@ class Warm:
             "out": f"{self.folder.name}/out",
             "err": f"{self.folder.name}/err",
         }
+        for name in ("out", "err"):  # so that `said` does not read what another script has said
+            Path(job[name]).unlink(missing_ok=True)
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         return int(self.server.stdout.readline())
