@@ -436,6 +436,20 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
     assert B == 2, "it must divide the batch"
 
 
+@pytest.mark.parametrize(
+    "batch_size, checkpointing, advice",
+    [
+        (8, False, "micro-batches of 8: add --batch-size 4;"),
+        (1, False, "add --activation-checkpointing;"),
+        (1, True, "add --sharding fsdp, on several GPUs;"),
+        (0, False, "before the first step: is another program using this GPU?"),
+    ],
+)
+def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried(batch_size, checkpointing, advice):
+    config = TrainConfig(activation_checkpointing=checkpointing)
+    assert advice in explain_out_of_memory(batch_size, config)
+
+
 def test_running_out_of_memory_is_known_by_its_words_and_other_errors_are_not(tiny, monkeypatch):
     for words, known in {
         "Triton Error [CUDA]: out of memory": True,
