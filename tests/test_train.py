@@ -36,7 +36,12 @@ from support import checkpoint
 from support.common import UserError, headings
 from support.device import free_memory
 from support.distributed import Interrupted, Stop, World
-from support.fitting import fit_batch_size, parts_of_memory, runs_out_of_memory
+from support.fitting import (
+    explain_out_of_memory,
+    fit_batch_size,
+    parts_of_memory,
+    runs_out_of_memory,
+)
 from support.log import Log
 from support.report import command_to_resume
 from train_gpt2 import learning_rate, train_step, validate
