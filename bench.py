@@ -31,10 +31,10 @@ from benchmarks.turns import Side, measure
 from config import GPT2_SIZES
 from model import GPT, GPTConfig
 from support.common import read_flags, run_script
-from support.device import free_memory, pick_device, pick_dtype, why_not_compile
+from support.device import dtype_name, free_memory, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
 from support.peaks import peak_flops
-from support.report import describe_run, dtype_name
+from support.report import describe_run
 
 ModelName = Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"]
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}

@@ -13,8 +13,6 @@ import math
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,7 +25,7 @@ from tqdm import tqdm
 from model import GPT
 from support import tokenizer
 from support.common import UserError, run_script, write_whole
-from support.device import autocast, pick_dtype
+from support.device import autocast, dtype_name, evaluation_mode, pick_dtype
 from support.distributed import World
 from support.examples import check_example, iterate_examples
 from support.generation import pad
@@ -243,18 +241,6 @@ def uncompiled(model):
     return getattr(model, "_orig_mod", model)
 
 
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """model.eval() inside; afterwards each module is in the mode it was in, whatever happened."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
 def evaluate(model, examples, device, *, encode=None, tokens_per_batch=0, **options) -> dict:
     """How often our GPT, or a causal language model of transformers, finds the right ending.
 
@@ -323,7 +309,7 @@ def main() -> None:
         seconds = time.perf_counter() - start
         if not world.is_main:
             return
-        precision = str(dtype).removeprefix("torch.")
+        precision = dtype_name(dtype)
         where = f"{world.size} × {world.device.type}, {precision}"
         report(config.model, result, complete=not config.path and not config.limit)
         print(f"{result['total']} examples in {seconds:.1f} s on {where}")

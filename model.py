@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from support import generation, hf, hf_write
 from support.common import UserError
 from support.fingerprint import Fingerprint, take_fingerprint, without_padding
+from support.memory import loss_rows
 from support.shards import TokenStream
 from support.tokenizer import VOCAB_SIZE
 
@@ -123,7 +124,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, with_grad):
         """x (N, C), weight (padded V, C), targets (N,) where -1 is ignored -> a scalar."""
         device = x.device
-        chunk = 2048 if device.type == "cpu" else 8192  # rows of logits that exist at a time
+        chunk = loss_rows(device.type)
         autocast = torch.is_autocast_enabled(device.type)
         matmul_dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
         sum_dtype = torch.promote_types(matmul_dtype, torch.float32)  # of the softmax and of sums
@@ -216,7 +217,9 @@ class GPT(nn.Module):
 
         Nothing would fill a buffer, so a model here has none.
         """
-        assert not list(self.buffers()), "compute in forward what is not a parameter"
+        buffers = [name for name, _ in self.named_buffers()]
+        if buffers:
+            raise UserError(f"{buffers[0]} is a buffer: compute it in forward instead")
         self.to_empty(device=device)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
 

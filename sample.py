@@ -16,7 +16,7 @@ import tyro
 
 from model import GPT
 from support.common import UserError, run_script
-from support.device import free_memory, pick_device, pick_dtype, why_not_compile
+from support.device import evaluation_mode, free_memory, pick_device, pick_dtype, why_not_compile
 from support.generation import pad
 from support.tokenizer import EOT, check_vocabulary, encode, get_tokenizer, replace_surrogates
 
@@ -75,12 +75,8 @@ def complete_all(model: GPT, prompts: list[str], max_new_tokens: int, **sampling
 
     Leaves model.training and the global random state as they were.
     """
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluation_mode(model):
         pieces = list(stream_texts(model, prompts, max_new_tokens, **sampling))
-    finally:
-        model.train(was_training)
     return ["".join(texts) for texts in zip(*pieces, strict=True)]
 
 

@@ -26,7 +26,9 @@ from support.common import UserError, run_script, say
 from support.device import (
     autocast,
     compile_blocks,
+    dtype_name,
     eager,
+    evaluation_mode,
     newest_flash_attention,
     peak_memory,
     pick_dtype,
@@ -38,7 +40,7 @@ from support.fitting import explain_out_of_memory, fit_batch_size, refuse_too_la
 from support.health import explain_nan, judge_update, stop_at_nan, watch_for_nan
 from support.log import Log, alone_in
 from support.peaks import peak_flops
-from support.report import dtype_name, duration
+from support.report import duration
 from support.shards import find_shards
 from support.tokenizer import check_vocabulary
 
@@ -145,26 +147,24 @@ def validate(
     It does not depend on the micro-batch and the number of processes.
     """
     sequences = min(val_tokens // loader.T, loader.num_sequences)
-    was_training = raw.training
-    raw.eval()
     on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
     total = torch.zeros((), dtype=torch.float64, device=on)
     rounds = range(0, sequences, loader.B * world.size)
     hidden = None if world.is_main else True  # None: shown where somebody watches a terminal
-    for first in tqdm(rounds, "validation", leave=False, disable=hidden):
-        mine = first + world.rank * loader.B
-        count = min(loader.B, sequences - mine)
-        if count > 0:
-            x, y = loader.batch(mine, count)
-            # the last batch is as large as the others, for the compiled blocks; -1 is ignored
-            x = F.pad(x, (0, 0, 0, loader.B - count))
-            y = F.pad(y, (0, 0, 0, loader.B - count), value=-1)
-            with autocast(world.device, dtype):
-                _, loss = raw(x.to(world.device), y.to(world.device))
-            total += loss.to(total) * count
-        if stop is not None:
-            stop.check()
-    raw.train(was_training)
+    with evaluation_mode(raw):
+        for first in tqdm(rounds, "validation", leave=False, disable=hidden):
+            mine = first + world.rank * loader.B
+            count = min(loader.B, sequences - mine)
+            if count > 0:
+                x, y = loader.batch(mine, count)
+                # the last batch is as large as the others, for the compiled blocks; -1 is ignored
+                x = F.pad(x, (0, 0, 0, loader.B - count))
+                y = F.pad(y, (0, 0, 0, loader.B - count), value=-1)
+                with autocast(world.device, dtype):
+                    _, loss = raw(x.to(world.device), y.to(world.device))
+                total += loss.to(total) * count
+            if stop is not None:
+                stop.check()
     return (world.sum(total) / sequences).item()
 
 

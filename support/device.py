@@ -4,7 +4,8 @@ import os
 import re
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -73,6 +74,10 @@ def pick_dtype(device: torch.device, name: str = "auto", world=None) -> tuple[to
     if device.type == "mps":
         return torch.bfloat16, "MPS has it"
     return torch.float32, "unknown device"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def autocast(device: torch.device, dtype: torch.dtype):
@@ -163,6 +168,18 @@ def eager():
     Shapes that change from call to call would have them compiled again and again.
     """
     return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """model.eval() inside; afterwards each module is in the mode it was in, whatever happened."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def newest_flash_attention(device: torch.device) -> str:

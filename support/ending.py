@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from support.common import UserError, first_line, run_script, say, write_whole
-from support.records import read_metrics
+from support.records import read_metrics, starts_of
 from support.report import duration
 
 
@@ -42,7 +42,7 @@ def write_report(log_dir: str | Path) -> Path:
 
 def compose_report(records: list[dict]) -> str:
     """The page, in Markdown: the curve, the figures, the commands, samples, how to go on."""
-    starts = starts_of(records)
+    starts = find_starts(records)
     config = starts[-1]["config"]
     name = Path(config["data_dir"]).name
     commands = [f"{start['time']}  {start['command']}" for start in starts]
@@ -62,9 +62,9 @@ def compose_report(records: list[dict]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def starts_of(records: list[dict]) -> list[dict]:
+def find_starts(records: list[dict]) -> list[dict]:
     """The records with which a run began and was resumed. Raises UserError if there are none."""
-    starts = [record for record in records if record["type"] in ("run", "resume")]
+    starts = starts_of(records)
     if not starts or "command" not in starts[0]:
         raise UserError("metrics.jsonl does not say what the run is: its first line is missing")
     return starts
@@ -78,7 +78,7 @@ def first_and_last(records: list[dict], type: str) -> list[dict]:
 
 def figures(records: list[dict]) -> dict[str, str]:
     """What can be said of a run in figures: {what: figure and unit}."""
-    about = starts_of(records)[-1]
+    about = find_starts(records)[-1]
     device = about["device"]
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     processes = "1 process" if device["processes"] == 1 else f"{device['processes']} processes"
@@ -96,7 +96,7 @@ def figures_of_training(records: list[dict]) -> dict[str, str]:
     updates = [record for record in records if record["type"] == "train"]
     if not updates:
         return {}
-    about = starts_of(records)[-1]
+    about = find_starts(records)[-1]
     tokens = updates[-1]["tokens"]
     size = about["config"]["total_batch_size"]
     seen = f"{len(updates):,} updates of {size:,} tokens: {tokens:,} tokens"
@@ -148,7 +148,7 @@ def as_table(rows: dict[str, str]) -> str:
 
 def next_steps(records: list[dict]) -> dict[str, str]:
     """What one could run next: {what it does: the command}."""
-    start = starts_of(records)[-1]
+    start = find_starts(records)[-1]
     config = start["config"]
     steps = {}
     if config["checkpoint_every"]:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from support.common import UserError
+from support.device import dtype_name
 
 
 class KVCache:
@@ -158,7 +159,7 @@ def stream(
 def check_logits(logits) -> None:
     """Raises UserError unless all of them are finite: no token can be drawn from others."""
     if not logits.isfinite().all():
-        dtype = str(logits.dtype).removeprefix("torch.")
+        dtype = dtype_name(logits.dtype)
         raise UserError(
             f"the model's logits in {dtype} are infinite or not a number: its weights are "
             "spoiled, or too large for this precision; try float32, else another checkpoint"

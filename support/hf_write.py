@@ -31,8 +31,8 @@ def write_model(
     theirs = {name: w.contiguous() for name, w in turned(kept).items()}
     save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o666 & ~umask())  # it would be its owner's alone
-    changed = changed_config(fields, fingerprint)
-    write_json(directory / "config.json", changed if fingerprint.difference else hf_config(fields))
+    config = changed_config(fields, fingerprint) if fingerprint.difference else hf_config(fields)
+    write_json(directory / "config.json", config)
     generation = dict(
         bos_token_id=EOT,
         eos_token_id=EOT,

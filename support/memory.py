@@ -11,9 +11,14 @@ HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
 # 15% and for the headroom; on a CPU for other programs and for the holes of the heap, which were a
 # quarter of the peak of a small model.
 FILL = {"cpu": 0.5, "cuda": 0.8}
-LOSS_ROWS = {"cpu": 2048}  # of logits that exist at a time: model.LinearCrossEntropy
+LOSS_ROWS = {"cpu": 2048}  # of logits, by device: see loss_rows
 LOSS_ROWS_ELSEWHERE = 8192
 FLOAT32 = 4  # bytes
+
+
+def loss_rows(device: str) -> int:
+    """How many rows of logits model.LinearCrossEntropy has at a time, on a device of this type."""
+    return LOSS_ROWS.get(device, LOSS_ROWS_ELSEWHERE)
 
 
 def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:
@@ -121,7 +126,7 @@ def loss_memory(shape, tokens: int, *, width: int, device: str) -> int:
     embedding = shape.padded_vocab_size * shape.n_embd
     gradients = FLOAT32 * embedding + width * shape.n_embd * tokens
     casts = width * embedding if width < FLOAT32 else 0
-    rows = LOSS_ROWS.get(device, LOSS_ROWS_ELSEWHERE)
+    rows = loss_rows(device)
     tensors = 2  # logits in float32, and what logsumexp makes of them
     if tokens > rows:
         tensors = 3  # the rows before are still there

@@ -78,6 +78,11 @@ def read_metrics(path: str | Path) -> list[dict]:
     return records
 
 
+def starts_of(records: list[dict]) -> list[dict]:
+    """The records with which a run began and was resumed."""
+    return [record for record in records if record["type"] in ("run", "resume")]
+
+
 def is_record(record) -> bool:
     """Whether it is of a type and, unless it is the first one, of a step."""
     if not isinstance(record, dict) or not isinstance(record.get("type"), str):
@@ -96,12 +101,9 @@ def read_run(directory: str | Path, **config) -> LoggedRun:
     metrics = directory / "metrics.jsonl"
     records = read_metrics(metrics) if metrics.exists() else []
     known = {}
-    for record in records:
-        if record["type"] in ("run", "resume"):
-            known = record.get("config", {}) | record.get(
-                "model", {}
-            )  # --init-from has sizes of its own
-            break
+    starts = starts_of(records)
+    if starts:  # --init-from has sizes of its own
+        known = starts[0].get("config", {}) | starts[0].get("model", {})
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, known | config)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from support.device import device_name, peak_memory
+from support.device import device_name, dtype_name, peak_memory
 from support.distributed import World
 
 
@@ -141,7 +141,3 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 def duration(seconds: float) -> timedelta:
     return timedelta(seconds=round(min(seconds, 1e13)))  # timedelta holds no more
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

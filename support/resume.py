@@ -10,11 +10,12 @@ from pathlib import Path
 
 from support import checkpoint
 from support.common import UserError
+from support.device import dtype_name
 from support.distributed import World
 from support.log import Log
 from support.optimizer_state import load_optimizers
-from support.records import read_metrics
-from support.report import command, dtype_name
+from support.records import read_metrics, starts_of
+from support.report import command
 from support.shards import Shard, identify
 
 # What of a run's attributes a checkpoint keeps as they are.
@@ -34,7 +35,7 @@ def as_restarted(config):
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     if not restarts or not metrics.exists():
         return config
-    starts = [record for record in read_metrics(metrics) if record["type"] in ("run", "resume")]
+    starts = starts_of(read_metrics(metrics))
     launch = os.environ.get("TORCHELASTIC_RUN_ID", "")
     has_begun = bool(starts) and starts[-1].get("launch") == launch
     if not has_begun:
@@ -107,8 +108,7 @@ def restore(run, found: checkpoint.Found) -> None:
     state = found.state
     flags = options_of(run.optimizers)
     load_optimizers(run.raw, run.optimizers, state, run.world)
-    groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    for group, options in zip(groups, flags, strict=True):
+    for group, options in zip(groups_of(run.optimizers), flags, strict=True):
         group.update(options)  # loading brought the old weight decay and betas; the flags decide
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
@@ -125,8 +125,14 @@ def restore(run, found: checkpoint.Found) -> None:
 
 def options_of(optimizers: list) -> list[dict]:
     """The options (lr, weight_decay, …) of each group of parameters."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    return [{name: x for name, x in group.items() if name != "params"} for group in groups]
+    return [
+        {name: x for name, x in group.items() if name != "params"}
+        for group in groups_of(optimizers)
+    ]
+
+
+def groups_of(optimizers: list) -> list[dict]:
+    return [group for optimizer in optimizers for group in optimizer.param_groups]
 
 
 def refuse_other_data(data_dir: Path, shards: list[Shard], found: checkpoint.Found) -> None:

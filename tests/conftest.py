@@ -69,15 +69,18 @@ def documents(num_tokens: int, seed: int, vocab: int = 300) -> np.ndarray:
     return tokens.astype(np.uint16)
 
 
-@pytest.fixture
-def shards(tmp_path) -> Path:
-    """A directory with one validation shard and three training shards of different lengths."""
-    directory = tmp_path / "shards"
+def write_shards(directory: Path) -> Path:
+    """Makes a directory with a validation shard and three training shards of different lengths."""
     directory.mkdir()
     write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
     for i, n in enumerate((1000, 333, 777), start=1):
         write_shard(directory / f"toy_train_{i:06d}.npy", documents(n, seed=i))
     return directory
+
+
+@pytest.fixture
+def shards(tmp_path) -> Path:
+    return write_shards(tmp_path / "shards")
 
 
 # -- models
@@ -240,11 +243,7 @@ def warm() -> Warm:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    directory = tmp_path_factory.mktemp("shards")
-    write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
-    for i, n in enumerate((1000, 333, 777), start=1):
-        write_shard(directory / f"toy_train_{i:06d}.npy", documents(n, seed=i))
-    return directory
+    return write_shards(tmp_path_factory.mktemp("corpus") / "shards")
 
 
 @pytest.fixture(scope="session")
@@ -267,8 +266,7 @@ EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
 
 def warm_train(warm: Warm, corpus: Path, log_dir: Path, *flags, **options) -> Done:
     """Runs train_gpt2.py in a fork of the warm server; `options` are Warm.start's."""
-    where = ("--data-dir", corpus, "--log-dir", log_dir)
-    return warm.run("train_gpt2.py", *TINY, *where, *flags, **options)
+    return warm.run("train_gpt2.py", *tiny_run(corpus, log_dir, "", *flags), **options)
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from conftest import (
     weights_hash,
     write_shard,
 )
-from warm import Warm, two_ranks
+from warm import two_ranks
 
 import model as unchanged
 from model import GPT
@@ -105,12 +105,6 @@ def copy_with(change: str, folder) -> None:
         capture_output=True,
     )
     assert applied.returncode == 0, applied.stderr
-
-
-@pytest.fixture(scope="module")
-def warm():
-    with Warm() as server:
-        yield server
 
 
 def run(warm, place, script, *args, expect: int = 0, **how):
