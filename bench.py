@@ -19,11 +19,13 @@ from typing import Literal
 
 import torch
 
+from benchmarks.anatomy import dissect
 from benchmarks.hot_paths import (
     compare_attention,
     compare_generation,
     compare_scoring,
     compare_tokenizing,
+    compare_validation,
 )
 from benchmarks.results import print_report, read_result, write_result
 from benchmarks.training_step import training
@@ -50,8 +52,10 @@ class BenchConfig:
     scaling: bool = False  # 1, 2, 4, 8 processes, as many as there are GPUs (or cores)
     against: Literal["", "hf"] = ""  # hf: transformers' GPT-2, eager and compiled, the same AdamW
     optimizers: bool = False  # what Muon costs beside AdamW
+    anatomy: bool = False  # where the time and memory of a step go, part by part; on a CPU
     attention: bool = False  # attention alone, fused and written out, by sequence length
     generate: bool = False  # 128 tokens with and without a KV cache; limit: the memory's bandwidth
+    validation: bool = False  # eager, and with compiled blocks
     hellaswag: bool = False  # in batches and one example at a time; limit: the matmul peak
     data: bool = False  # text to shards, by build-nanogpt's loop too; limit: the bare tokenizer
     report: tuple[str, ...] | None = None  # only these JSON files, in one table and one plot
@@ -307,8 +311,10 @@ BENCHMARKS = {
     "scaling": scale_processes,
     "against": compare_transformers,
     "optimizers": compare_optimizers,
+    "anatomy": dissect,
     "attention": compare_attention,
     "generate": compare_generation,
+    "validation": compare_validation,
     "hellaswag": compare_scoring,
     "data": compare_tokenizing,
 }

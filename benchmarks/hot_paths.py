@@ -1,4 +1,5 @@
-"""bench.py --attention, --generate, --hellaswag and --data: the hot paths beside the training step.
+"""The hot paths beside the training step: bench.py --attention, --generate, --validation,
+--hellaswag and --data.
 
 Each is compared with its plain version and its physical limit. `m` is bench.py's Machine.
 """
@@ -17,12 +18,14 @@ import torch
 import torch.nn.functional as F
 
 import hellaswag
+from benchmarks.training_step import MadeUpTokens
 from benchmarks.turns import Side, compare, rates_of, summarize
 from model import GPT, GPTConfig
 from support.device import autocast, compile_blocks
 from support.distributed import World
 from support.generation import choose
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
+from train_gpt2 import validate
 
 PROMPT = 8  # tokens
 NEW = 128  # tokens
@@ -152,6 +155,28 @@ def generation(world: World, how, rows, size, dtype) -> Callable:
         model.generate(idx, NEW, temperature=0.9, top_k=50, compile=how == "ours, compiled")
 
     return {"transformers": by_transformers, "no cache": without_cache}.get(how, ours)
+
+
+# -- validation
+
+
+def compare_validation(m) -> Iterator[dict]:
+    """Validation as training does it, and with its compiled blocks and loss switched off."""
+    B, T = m.config.batch_size, m.config.sequence_length
+    sides = []
+    for how in ["eager"] if m.why_eager else ["eager", "compiled"]:
+        options = dict(how=how, B=B, T=T, size=m.size, dtype=m.dtype)
+        sides.append(Side(f"validation, {how}", validation, options, amount=2 * B * T))
+    yield from m.measure(sides)
+
+
+def validation(world: World, how, B, T, size, dtype) -> Callable:
+    """Makes a run of `validate` over two batches, which returns the loss."""
+    model = GPT(GPTConfig(block_size=T, **size)).to(world.device)
+    if how == "compiled":
+        compile_blocks(model, recompute=False)
+    loader = MadeUpTokens(B, T, world)
+    return lambda: dict(loss=validate(model, loader, 2 * B * T, world, dtype))
 
 
 # -- HellaSwag

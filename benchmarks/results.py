@@ -9,14 +9,18 @@ from support.plots import BLUE, COLORS, GREY, PALE, RED, tidy
 COLUMNS = {  # of a table, where a row has them: heading and format
     "machine": ("machine", ""),
     "name": ("", ""),
+    "case": ("", ""),
+    "part": ("part", ""),
     "median": ("", ",.1f"),
     "ms": ("ms", ",.1f"),
     "beside": ("base beside it", ",.1f"),
     "ratio": ("× base", ""),
+    "share": ("of the step", ".1%"),
     "MFU": ("MFU", ".1%"),
     "MFU bf16": ("MFU bf16", ".1%"),
     "of limit": ("of limit", ".1%"),
     "loader": ("loader", ".1%"),
+    "kept_gb": ("kept GB", ".2f"),
     "memory_gb": ("peak GB", ".2f"),
     "start_s": ("start s", ".1f"),
     "loss": ("first loss", ".4f"),
@@ -132,8 +136,10 @@ TITLES = {
     "scaling": "A training step on several processes",
     "against": "A training step, beside that of Hugging Face's transformers",
     "optimizers": "A training step with AdamW and with Muon",
+    "anatomy": "Where the time of a training step goes",
     "attention": "Attention alone, forward and backward",
     "generate": "Generation of 128 tokens",
+    "validation": "Validation, eager and with the blocks that training has compiled",
     "hellaswag": "Scoring HellaSwag",
     "data": "Text to token shards",
 }
@@ -160,14 +166,13 @@ def plot_benchmarks(results: list[dict]):
     for (name, i), rows in panels.items():
         part = parts[names.index(name), i]
         part.suptitle(describe_panel(name, results[i]), fontsize=10)
-        draw = draw_curves if name == "attention" else draw_bars
-        draw(part, rows)
+        DRAWN.get(name, draw_bars)(part, rows)
     return figure
 
 
 def panel_height(name: str, rows: list[dict]) -> float:
     """Inches that a comparison takes: curves the same always, bars by their number."""
-    return 4.0 if name == "attention" else 1.7 + 0.45 * len(rows)
+    return 4.0 if name in DRAWN else 1.7 + 0.45 * len(rows)
 
 
 def describe_panel(name: str, result: dict) -> str:
@@ -176,6 +181,8 @@ def describe_panel(name: str, result: dict) -> str:
     what = ""
     if name not in ("data", "attention"):
         what = f"{config['model']}, "
+    if name == "anatomy":
+        what += f"{config['batch_size']} sequences, "
     if name in ("ladder", "against", "optimizers", "scaling"):
         what += f"{config['batch_size']} sequences of {config['sequence_length']:,} tokens, "
     return f"{TITLES.get(name, name)}\n{what}on {result['device']['name']}"
@@ -249,3 +256,39 @@ def draw_curves(figure, rows: list[dict]) -> None:
     axis.set_xticks([], minor=True)
     axis.yaxis.set_major_formatter("{x:,g}")
     tidy(axis)
+
+
+# of anatomy.PARTS: products blue, attention red, elementwise green, the update purple
+SHADES = (
+    *("#084a7a", BLUE, "#3f8ec4"),
+    *("#a03f00", RED),
+    *("#00664b", "#2a9070"),
+    *("#7d3f66", "#b0668f"),
+    *("#4d4d4d", "#8a8a8a"),
+)
+
+
+def draw_parts(figure, rows: list[dict]) -> None:
+    """A bar for each case, cut into the parts of its step; a part of 4% and more is labelled."""
+    axis = figure.subplots()
+    cases = dict.fromkeys(row["case"] for row in rows)
+    names = dict.fromkeys(row["part"] for row in rows if row["part"] != "the step")
+    for i, case in enumerate(cases):
+        left = 0.0
+        for j, part in enumerate(names):
+            [share] = [r["share"] for r in rows if r["case"] == case and r["part"] == part]
+            label = part if i == 0 else None
+            bar = axis.barh(i, share, left=left, color=SHADES[j], edgecolor="white", label=label)
+            if share >= 0.04:
+                axis.bar_label(bar, [f"{share:.0%}"], label_type="center", color="white")
+            left += share
+    axis.set_yticks(range(len(cases)), list(cases))
+    axis.invert_yaxis()
+    axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    axis.set_xlabel("part of the step's time")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    tidy(axis)
+    axis.grid(visible=False, axis="y")
+
+
+DRAWN = {"attention": draw_curves, "anatomy": draw_parts}  # the others as bars

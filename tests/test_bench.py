@@ -11,7 +11,7 @@ from conftest import ROOT, run_script
 
 import bench
 from bench import BenchConfig, Machine
-from benchmarks import hot_paths, results, training_step, turns
+from benchmarks import anatomy, hot_paths, results, training_step, turns
 from benchmarks.turns import Side
 from model import GPT, GPTConfig
 from support.common import UserError
@@ -188,6 +188,8 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
     generated = list(hot_paths.compare_generation(m))
     scored = list(hot_paths.compare_scoring(m))
     lengths = list(hot_paths.compare_attention(m))
+    [validated] = hot_paths.compare_validation(m)
+    assert validated["loss"] == pytest.approx(math.log(VOCAB_SIZE), abs=0.5)
     assert len(generated) == 6 and len(scored) == 2
     assert [row["T"] for row in lengths] == [32, 32, 64, 64]
     assert all(row["of limit"] > 0 for row in generated + scored)
@@ -197,6 +199,48 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
     names = [row["name"] for row in bench.compare_optimizers(m)]
     assert names == [f"{every}: AdamW", f"{every}: Muon"]
     assert "of a step of 524,288 tokens" in m.notes[-1]
+
+
+def test_the_anatomy_of_a_step_is_all_of_it_part_by_part(monkeypatch, tmp_path):
+    monkeypatch.setattr(turns, "Worker", HereWorker)
+    monkeypatch.setattr(anatomy.inductor_config.cpp, "enable_kernel_profile", False)
+    monkeypatch.setattr(anatomy, "CASES", [(torch.float32, 48), (torch.bfloat16, 24)])
+    m = machine()
+    rows = list(anatomy.dissect(m))
+    assert [row["case"] for row in rows] == 12 * ["float32, T 48"] + 12 * ["bfloat16, T 24"]
+    for parts, step in ((rows[:11], rows[11]), (rows[12:23], rows[23])):
+        assert sum(row["ms"] for row in parts) == pytest.approx(step["ms"])
+        assert sum(row["share"] for row in parts) == pytest.approx(1)
+        seen = {row["part"] for row in parts if row["ms"] > 0}
+        in_kernels = ("blocks", "loss")  # which only a compiled step has
+        assert seen == {name for key, name in anatomy.PARTS.items() if key not in in_kernels}
+        assert step["memory_gb"] > step["kept_gb"] > 0
+    config = dict(model="tiny", batch_size=2)
+    result = dict(
+        device=dict(name="a CPU"), config=config, benchmarks=dict(anatomy=dict(rows=rows))
+    )
+    results.plot_benchmarks([result]).savefig(tmp_path / "anatomy.png")
+    assert "AdamW" in results.format_table(rows)
+
+
+@pytest.mark.parametrize(
+    "name, shapes, part",
+    [
+        ("aten::addmm", [[2304], [96, 768], [768, 2304], [], [], [96, 2304]], "forward"),
+        ("aten::mm", [[96, 768], [768, 50304], [96, 50304]], "forward"),
+        ("aten::mm", [[96, 50304], [50304, 768], [96, 768]], "dx"),
+        ("aten::mm", [[96, 3072], [3072, 768], [96, 768]], "dx"),
+        ("aten::mm", [[3072, 96], [96, 768], [3072, 768]], "dw"),
+        ("aten::mm", [[50304, 2048], [2048, 768], [50304, 768]], "dw"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu", [], "attention"),
+        ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", [], "attention backward"),
+        ("graph_0_cpp_fused__to_copy_gelu_view_3", [], "blocks"),
+        ("graph_1_cpp_fused__to_copy_add_div_mul_1", [], "loss"),
+        ("aten::empty", [], "rest"),
+    ],
+)
+def test_an_operator_of_the_step_belongs_to_one_part(name, shapes, part):
+    assert anatomy.part_of(name, shapes, tokens=96) == part
 
 
 def test_scoring_one_by_one_is_what_hellaswag_py_does():
