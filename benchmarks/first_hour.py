@@ -173,9 +173,9 @@ def plan_bytes(options: dict, world: World, dtype: torch.dtype) -> int:
 
 
 def follow_paths(hour: Hour) -> Iterator[str]:
-    """Generation, HellaSwag and attention, each beside its plain version and its limit."""
+    """Generation, validation, HellaSwag, attention: each beside its plain version and its limit."""
     examples = ["--hellaswag-path", find_examples(hour), "--examples", 200]
-    yield from measure(hour, "--generate", "--hellaswag", "--attention", *examples)
+    yield from measure(hour, "--generate", "--validation", "--hellaswag", "--attention", *examples)
 
 
 def find_examples(hour: Hour) -> Path:
