@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 
 from support.common import UserError, run_script
@@ -68,9 +70,11 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
     """Yields (key, work(value)) for each (key, value) of the items, in order.
 
     Meanwhile a thread takes up to `ahead` more and gives them to the workers. An error in taking
-    one is raised only after all that was taken before it has been yielded.
+    one is raised only after all that was taken before it has been yielded. Raises BrokenProcessPool
+    if a worker was killed.
     """
     taker = ThreadPoolExecutor(1)
+    workers = set(multiprocessing.active_children())
 
     def start_next() -> tuple[object, Future] | None:
         item = next(items, None)
@@ -84,7 +88,24 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
     while item := started.popleft().result():
         started.append(taker.submit(start_next))
         key, future = item
-        yield key, future.result()
+        yield key, wait_for_result(future, workers)
+
+
+def wait_for_result(future: Future, workers: set[multiprocessing.process.BaseProcess]):
+    """What the future brings. Raises BrokenProcessPool if one of the workers is gone.
+
+    The pool says so itself, but not of one that was killed while it handed over a result: it would
+    wait for the rest of that for ever. So who waits looks at the workers once a second.
+    """
+    while True:
+        try:
+            return future.result(timeout=1)
+        except NotYet:
+            if future.done():  # an error of the work itself
+                raise
+        workers.update(multiprocessing.active_children())  # some systems start them one by one
+        if not all(worker.is_alive() for worker in workers):
+            raise BrokenProcessPool("a worker was killed")
 
 
 def count_cores() -> int:

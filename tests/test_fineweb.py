@@ -25,6 +25,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from conftest import run_program
 from contract import TOLD
 from tqdm import tqdm
 
@@ -602,6 +603,36 @@ def test_ctrl_c_ends_everything_within_two_seconds(tmp_path, method):
     assert process.returncode == 130
     assert errors.strip().startswith("interrupted: the same command goes on"), errors
     assert len(errors.strip().splitlines()) == 1, errors
+
+
+KILLED_WHILE_IT_HANDS_OVER = """
+import multiprocessing, os, signal
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from support.workers import map_ahead, start_pool
+
+def send_half(self, buffer, write=os.write):
+    write(self._handle, buffer[: len(buffer) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def work(value):
+    Connection._send = send_half  # of this worker: its result goes through it
+    return bytes(2**20)
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("fork")
+    pool = start_pool(2, id, None)
+    try:
+        list(map_ahead(pool, work, iter([("key", "value")]), ahead=3))
+    except BrokenProcessPool as error:
+        os.write(1, str(error).encode())
+    os._exit(0)
+"""
+
+
+def test_a_worker_killed_while_it_hands_over_its_result_is_not_waited_for():
+    done = run_program([sys.executable, "-c", KILLED_WHILE_IT_HANDS_OVER])
+    assert done.stdout == "a worker was killed", done.stderr
 
 
 def test_a_killed_worker_is_one_sentence_and_resumable(tmp_path):

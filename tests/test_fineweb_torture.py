@@ -43,27 +43,27 @@ def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
     """Only a worker is killed: its parent says so, and the same command goes on."""
     choose = random.Random(seed)
     options = corpus_with_everything(tmp_path, 4000, decontaminate=False)
+    began = time.perf_counter()
     run(*options, "--data-dir", tmp_path / "whole")
-    whole = contents(tmp_path / "whole")
+    took = time.perf_counter() - began
     out = tmp_path / "killed"
     told = 0
-    for i in range(10):
+    for _ in range(10):
         process = start(*options, "--data-dir", out, method="fork")
-        shards = i * len(whole) // 10
-        wait_for(
-            lambda p=process, n=shards: p.poll() is not None or len(list(out.glob("*.npy"))) > n
-        )
-        time.sleep(choose.random() * 0.02)
-        workers = [pid for pid in session(process.pid) if pid != process.pid]
-        for pid in choose.sample(workers, min(1, len(workers))):
+        workers: list[int] = []
+        while not workers and process.poll() is None:
+            workers = [pid for pid in session(process.pid) if pid != process.pid]
+        time.sleep(choose.random() * took / 10)
+        if workers:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        _, errors = process.communicate(timeout=120)
+                os.kill(choose.choice(workers), signal.SIGKILL)
+        _, errors = process.communicate(timeout=600)
         assert process.returncode == 0 or "a worker was killed" in errors, errors
         told += process.returncode
         wait_for(lambda pid=process.pid: not session(pid))
     run(*options, "--data-dir", out)
-    assert told > 4 and contents(out) == whole
+    assert told > 4
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 def test_memory_stays_flat_at_the_default_shard_size(tmp_path):
