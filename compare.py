@@ -132,6 +132,7 @@ def read_arms(c: CompareConfig) -> list[Arm]:
 ASK = """
 import dataclasses, json, sys
 sys.path.insert(0, sys.argv.pop(1))
+sys.argv[0] = "train_gpt2.py"
 import config
 asked = config.parse_command_line(sys.argv[1:])
 print(json.dumps([dataclasses.asdict(asked), config.check(asked, 1)]))

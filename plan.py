@@ -240,7 +240,7 @@ def format_page(plan: Plan) -> str:
     size = f"{shape.n_layer} layers, {shape.n_head} heads, {shape.n_embd} channels"
     lines = [f"{c.preset} ({size}) on {c.gpus} × {c.gpu}, {c.sharding}", ""]
     for name, fact in describe(plan).items():
-        lines.append(f"{name:20}{fact:18}{notes.get(name, '')}".rstrip())
+        lines.append(f"{name:20}{fact:18} {notes.get(name, '')}".rstrip())
         if name == "memory a GPU":
             lines += describe_memory(plan)
     return "\n".join(lines)
@@ -271,7 +271,7 @@ def describe(plan: Plan) -> dict[str, str]:
         "time": duration(plan.seconds),
         "cost": f"${c.price * c.gpus * plan.seconds / 3600:,.2f}",
         "checkpoint": f"{checkpoint:.1f} GB",
-        "disk": f"{kept * checkpoint:.1f} GB for {kept} checkpoints, "
+        "disk": f"{kept * checkpoint:.1f} GB for {kept} checkpoints (of them one being written), "
         f"{2 * billions:.1f} GB for the tokens",
         "a hard kill undoes": find_longest_loss(plan),
     }
@@ -299,7 +299,9 @@ def find_longest_loss(plan: Plan) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In minutes below two hours, else in hours."""
+    """In seconds below a minute, in minutes below two hours, else in hours."""
+    if seconds < 60:
+        return f"{seconds:.2g} s"
     if seconds < 2 * 3600:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:,.1f} h"

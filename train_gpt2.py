@@ -500,7 +500,7 @@ def loop(run: Run) -> None:
         run.step += 1
         run.cursor = run.train_loader.cursor
         run.evaluated = False
-        run.losses["training loss"] = loss
+        run.losses["training loss of the last update"] = loss
 
 
 def save_is_due(run: Run) -> bool:
@@ -567,7 +567,9 @@ def main() -> None:
     config = resume.as_restarted(parse_command_line(sys.argv[1:]))
     problems = check(config, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:  # each node has its own disk
+        if int(os.environ.get("LOCAL_RANK", 0)):  # one rank of each node says it
+            time.sleep(10)  # torchrun ends all ranks with the first that ends
+        else:
             print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
         sys.exit(2)
     patience = 10.0 if config.resume == "auto" else 0.0  # a requeued job's last one may still save

@@ -16,11 +16,6 @@ from torch.nn import attention
 
 from support.common import UserError
 
-# Large tensors in pages of 2 MB instead of 4 kB, on Linux. A training step allocates and frees
-# gigabytes, and to get a page costs more time on a CPU than to write it. PyTorch reads this when
-# it first allocates (c10/core/impl/alloc_cpu.cpp); THP_MEM_ALLOC_ENABLE=0 switches it off.
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-
 
 def pick_device(name: str = "auto") -> torch.device:
     """A device by name; auto is the accelerator that is there (CUDA, MPS), else the CPU."""

@@ -29,14 +29,16 @@ def download_once(path: Path, url: str, expected: str, *, title, attempts, patie
     content, problem = fetch_patiently(url, expected, attempts, patience)
     if problem:
         raise UserError(
-            f"{title} cannot be had from {url} ({problem}): copy the file here and name it by path"
+            f"{title} cannot be had from {url} ({problem}): "
+            "give the file by --hellaswag-path (hellaswag.py: --path)"
         )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
     except OSError as error:
         raise UserError(
-            f"{title} cannot be written to {path.parent} ({error}): name a local file by path"
+            f"{title} cannot be written to {path.parent} ({error}): "
+            "give the file by --hellaswag-path (hellaswag.py: --path)"
         ) from None
     return path
 

@@ -159,8 +159,9 @@ def next_steps(records: list[dict]) -> dict[str, str]:
         steps["As long again"] = f"{again} --resume auto --max-steps {2 * config['max_steps']}"
     if config["preset"] == "quickstart":
         own = "--data-dir data/mine"
+        mine = "--log-dir log/mine --sample-prompt 'The '"
         steps["Your own text"] = f"python fineweb.py --source my.txt {own}"
-        steps["  then"] = f"python train_gpt2.py --preset quickstart {own} --log-dir log/mine"
+        steps["  then"] = f"python train_gpt2.py --preset quickstart {own} {mine}"
         steps["GPT-2 itself"] = "python fineweb.py && python train_gpt2.py"
     return steps
 
@@ -192,18 +193,16 @@ def python_here() -> str:
 
 
 def side_by_side(left: str, right: str, width: int) -> str:
-    """Two texts in columns of `width` characters; what is longer goes on in the next line."""
-    columns = [fold(text, width) for text in (left, right)]
+    """Two texts in columns of `width` characters; lines that are longer end with …"""
+    columns = [cut(text, width) for text in (left, right)]
     rows = zip_longest(*columns, fillvalue="")
     return "\n".join(f"{then:<{width}}    {now}".rstrip() for then, now in rows)
 
 
-def fold(text: str, width: int) -> list[str]:
-    """The lines of a text, longer ones cut into pieces of `width` characters."""
-    lines = []
-    for line in text.expandtabs(4).splitlines():
-        lines += [line[i : i + width] for i in range(0, len(line) or 1, width)]
-    return lines
+def cut(text: str, width: int) -> list[str]:
+    """The lines of a text; of longer ones the first `width` - 1 characters and …"""
+    lines = text.expandtabs(4).splitlines()
+    return [line if len(line) <= width else line[: width - 1] + "…" for line in lines]
 
 
 def main() -> None:

@@ -123,7 +123,7 @@ def crop_positions(weights: dict[str, torch.Tensor], T: int) -> dict[str, torch.
     if T > known:
         raise UserError(
             f"the weights know {known} positions, {T} were asked for: "
-            "sequence_length can only shrink"
+            f"--sequence-length can be {known} or less"
         )
     return {**weights, POSITIONS: weights[POSITIONS][:T]}
 
@@ -161,10 +161,9 @@ def read_config(directory: Path) -> dict:
     try:
         theirs = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        raise UserError(
-            f"{path} is missing: "
-            "a Hugging Face model directory or one of our ckpt_ directories was expected"
-        ) from None
+        inside = sorted(directory.glob("ckpt_*"))
+        expected = f"{inside[-1]}, or another" if inside else "a Hugging Face model directory or a"
+        raise UserError(f"{path} is missing: {expected} checkpoint was expected") from None
     except (ValueError, RecursionError):
         raise UserError(f"{path} is no JSON: it is damaged; fetch or make it again") from None
     kind = theirs.get("model_type") if isinstance(theirs, dict) else type(theirs).__name__

@@ -111,7 +111,7 @@ def write_report(result: dict) -> str:
         f"`{result['command']}`",
         "",
         f"The base: {size}, {steps}, validated on {base['val_tokens']:,}. {machine}; "
-        f"revision {about['git']}.",
+        f"revision {about['git'] or 'unknown'}.",
         "",
         write_table(result["arms"], result["sweep"]),
         "",

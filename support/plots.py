@@ -218,7 +218,8 @@ def draw_loss(axis, runs: list[LoggedRun], by: str = "step") -> None:
             end, top = draw_training_loss(axis, placed)
             tops.append(top)
             if alone:
-                labels.append((end, f"training {end:.2f}", placed.color))
+                last = np.mean(placed.run.streams["train"][1][-10:])  # as report.md has it
+                labels.append((end, f"training {last:.2f}", placed.color))
         if "val" in placed.run.streams:
             name, color = ("validation", RED) if alone else (placed.run.name, placed.color)
             line, top = draw_validation_loss(axis, placed, color)
@@ -232,7 +233,7 @@ def draw_loss(axis, runs: list[LoggedRun], by: str = "step") -> None:
     if tops:
         limit_losses(axis, max(tops), validations)
     dots = "" if alone else "; dots: validation"
-    axis.set_ylabel(f"loss (nats per token){dots}")
+    axis.set_ylabel(f"loss (nats per token){dots}; band: one deviation")
     label_lines(axis, labels)
 
 
@@ -283,7 +284,8 @@ def limit_losses(axis, top: float, validations: list) -> None:
             axis.margins(x=0.08)
             axis.plot(x[:1], [0.98], "^", color=line.get_color(), transform=edge)
             under = dict(ha="center", va="top", transform=edge)
-            axis.text(x[0], 0.95, f"{losses[0]:.2f}", fontsize=9, color=line.get_color(), **under)
+            told = f"{losses[0]:.2f}\n(above)"
+            axis.text(x[0], 0.95, told, fontsize=9, color=line.get_color(), **under)
 
 
 def scored(runs: list[LoggedRun]) -> list[LoggedRun]:

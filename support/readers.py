@@ -144,4 +144,6 @@ def pick_reader(path: str, column: str) -> Callable[[], Iterator[Text]]:
         if path.endswith(JSON):
             return partial(read_jsonl, path, column)
     told = f"--source {path} is no .txt, .jsonl or .parquet file"
+    if os.path.isfile(path):
+        raise UserError(f"{told}; if it is text, give a copy of it the name {path}.txt")
     raise UserError(f"{told}; of a folder, give the files: '{path}/*.txt'")

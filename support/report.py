@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -34,7 +35,8 @@ def command(*more: str) -> str:
 
 
 def command_to_resume() -> str:
-    if sys.argv[-2:] == ["--resume", "auto"]:  # the last of a flag counts
+    given = [value for flag, value in pairwise(sys.argv) if flag == "--resume"]
+    if given[-1:] == ["auto"]:  # the last of a flag counts
         return command()
     return command("--resume", "auto")
 

@@ -117,7 +117,8 @@ def read_patiently(name: str, read: Callable[[], Iterator], done: int = 0) -> It
                 raise UserError(f"{told}; that mended, the same command goes on") from error
         wait = waits[failures]
         failures += 1
-        print(f"\n{name}: {reason}; trying again in {wait} s", file=sys.stderr)
+        again = f"trying again in {wait} s, {failures} of {len(waits)} times"
+        print(f"\n{name}: {reason}; {again}", file=sys.stderr)
         time.sleep(wait)
 
 

@@ -130,7 +130,7 @@ def test_the_untrained_loss_is_an_arrow_and_not_a_ramp_across_the_picture(tmp_pa
     validation = line_of(axis, plots.RED)
     assert np.isnan(validation[0]) and validation[1:] == pytest.approx(run.streams["val"][1][1:])
     assert axis.get_ylim()[1] < 8, "the view ends above the last nine tenths, not at 10.3"
-    assert sorted(labels(axis)) == ["10.30", "training 3.32", "validation 3.317"]
+    assert sorted(labels(axis)) == ["10.30\n(above)", "training 3.33", "validation 3.317"]
 
 
 def test_hellaswag_is_drawn_from_1000_examples_on(tmp_path):
@@ -413,9 +413,9 @@ def test_a_run_that_goes_on_after_its_end_has_one_end(tmp_path):
     assert [r["type"] for r in read_metrics(log.metrics)] == ["run", "resume", "end"]
 
 
-def test_long_lines_of_samples_go_on_in_their_own_column():
-    shown = ending.side_by_side("abcdef\n\ng", "1\n23456", 4)
-    assert shown.splitlines() == ["abcd    1", "ef      2345", "        6", "g"]
+def test_long_lines_of_samples_are_cut_at_their_column():
+    shown = ending.side_by_side("abcdef\n\ng", "1\n23456\n7890", 4)
+    assert shown.splitlines() == ["abc…    1", "        234…", "g       7890"]
 
 
 # -- tables

@@ -158,29 +158,6 @@ def test_what_starts_fast_does_not_import_torch(name):
     assert done.returncode == 0, done.stderr
 
 
-HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-ASK_FOR_PAGES = """
-import re
-import support.device
-import torch
-
-x = torch.ones(2**22)
-maps = re.split(r"^(?=[0-9a-f]+-)", open("/proc/self/smaps").read(), flags=re.MULTILINE)
-for found in maps[1:]:
-    first, last = (int(word, 16) for word in found.split()[0].split("-"))
-    if first <= x.data_ptr() + x.nbytes // 2 < last:
-        print(re.search("VmFlags: (.*)", found)[1])
-"""
-
-
-@pytest.mark.skipif(not HUGE.exists(), reason="only Linux has transparent huge pages")
-@pytest.mark.parametrize("switch, asked", [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
-def test_large_tensors_lie_in_large_pages_unless_they_are_switched_off(switch, asked):
-    done = run_program([sys.executable, "-c", ASK_FOR_PAGES], **switch)
-    assert done.returncode == 0, done.stderr
-    assert ("hg" in done.stdout.split()) == asked  # "hg": advised by madvise
-
-
 @pytest.mark.parametrize("module", ["model", "train_gpt2"])
 def test_the_examples_in_docstrings_are_true(module):
     found = doctest.testmod(importlib.import_module(module))
