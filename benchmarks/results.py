@@ -270,6 +270,8 @@ SHADES = (
 
 def draw_parts(figure, rows: list[dict]) -> None:
     """A bar for each case, cut into the parts of its step; a part of 4% and more is labelled."""
+    from matplotlib.patches import Patch
+
     axis = figure.subplots()
     cases = dict.fromkeys(row["case"] for row in rows)
     names = dict.fromkeys(row["part"] for row in rows if row["part"] != "the step")
@@ -277,8 +279,7 @@ def draw_parts(figure, rows: list[dict]) -> None:
         left = 0.0
         for j, part in enumerate(names):
             [share] = [r["share"] for r in rows if r["case"] == case and r["part"] == part]
-            label = part if i == 0 else None
-            bar = axis.barh(i, share, left=left, color=SHADES[j], edgecolor="white", label=label)
+            bar = axis.barh(i, share, left=left, color=SHADES[j], edgecolor="white")
             if share >= 0.04:
                 axis.bar_label(bar, [f"{share:.0%}"], label_type="center", color="white")
             left += share
@@ -286,9 +287,10 @@ def draw_parts(figure, rows: list[dict]) -> None:
     axis.invert_yaxis()
     axis.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axis.set_xlabel("part of the step's time")
-    figure.legend(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     tidy(axis)
     axis.grid(visible=False, axis="y")
+    patches = [Patch(color=shade) for shade in SHADES]
+    figure.legend(patches, names, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
 
 
 DRAWN = {"attention": draw_curves, "anatomy": draw_parts}  # the others as bars
