@@ -366,7 +366,7 @@ def plot_comparison(result: dict):
     whole = [run for arm in result["arms"] for run in arm["runs"] if run["val_loss"] is not None]
     unit, label = pick_unit([run["tokens"][-1] for run in whole], "tokens")
     for arm, color in zip(result["arms"], itertools.cycle(COLORS)):
-        style = dict(color=color, linewidth=1.2, alpha=0.8)
+        style = dict(color=color, linewidth=1.2, alpha=0.8, marker="o", markersize=3)
         losses.plot([], [], label=arm["name"], **style)
         for run in arm["runs"]:
             if run["val_loss"] is not None:
@@ -386,10 +386,12 @@ def draw_differences(axis, arms: list[dict]) -> None:
     for y, (arm, color) in enumerate(zip(arms, itertools.cycle(COLORS[1:]))):
         against = arm["against"]
         if "mean" in against:
-            axis.plot(against["differences"], [y] * len(against["differences"]), "o", color=GREY)
+            seeds = against["differences"]
+            axis.plot(seeds, [y - 0.06] * len(seeds), "o", color=GREY)
             bar = dict(fmt="D", color=color, capsize=5, linewidth=1.6)
-            axis.errorbar(against["mean"], y + 0.15, xerr=against["half"], **bar)
+            axis.errorbar(against["mean"], y + 0.06, xerr=against["half"], **bar)
     axis.axvline(0, color=BLACK, linewidth=1)
+    axis.text(0, 0.99, " base", va="top", fontsize=9, transform=axis.get_xaxis_transform())
     axis.set_yticks(range(len(arms)), [arm["name"] for arm in arms])
     axis.set_ylim(-0.5, len(arms) - 0.5)
     axis.invert_yaxis()
