@@ -281,11 +281,11 @@ def limit_losses(axis, top: float, validations: list) -> None:
         line.set_ydata(np.where(above, np.nan, losses))
         if len(validations) == 1 and above[0]:
             edge = axis.get_xaxis_transform()
-            axis.margins(x=0.08)
+            axis.margins(x=0.11)
             axis.plot(x[:1], [0.98], "^", color=line.get_color(), transform=edge)
             under = dict(ha="center", va="top", transform=edge)
             told = f"{losses[0]:.2f}\n(above)"
-            axis.text(x[0], 0.95, told, fontsize=9, color=line.get_color(), **under)
+            axis.text(x[0], 0.95, told, fontsize=8, color=line.get_color(), **under)
 
 
 def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
