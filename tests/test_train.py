@@ -44,7 +44,7 @@ from support.fitting import (
 )
 from support.log import Log
 from support.report import command_to_resume
-from train_gpt2 import learning_rate, train_step, validate
+from train_gpt2 import learning_rate, main, train_step, validate
 
 # -- the recipe
 
@@ -735,3 +735,17 @@ def test_a_tracker_that_is_not_installed_is_a_problem_of_the_configuration(shard
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     config = dataclasses.replace(fine_config(shards), tracker="wandb")
     assert check(config, 1) == ["tracker wandb is not installed: pip install wandb"]
+
+
+@pytest.mark.parametrize("rank, told", [(0, "val_tokens is 0"), (1, "")])
+def test_of_several_ranks_the_first_tells_a_mistake_and_the_others_let_it_end_first(
+    rank, told, monkeypatch, capsys
+):
+    slept: list[float] = []
+    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--val-tokens", "0"])
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert told in (err := capsys.readouterr().err) and bool(err) == (rank == 0)
+    assert bool(slept) == (rank == 1)
