@@ -9,6 +9,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch._inductor import config as inductor_config
@@ -17,7 +18,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.hot_paths import read_speed
 from benchmarks.training_step import training
-from benchmarks.turns import Side
 from support.device import dtype_name
 from support.distributed import World
 from support.memory import loss_rows
@@ -64,13 +64,13 @@ def dissect(m) -> Iterator[dict]:
     for dtype, T in CASES:
         case = f"{dtype_name(dtype)}, T {T:,}"
         step = m.step(case, dtype=dtype, T=T)
-        [row] = m.measure([Side(case, dissected, step.options, step.amount)])
+        [row] = m.measure([replace(step, make=dissected)])
         if "error" in row:
             yield row
             continue
         least = find_limits(m, dtype, T, speed)
         for key, name in PARTS.items():
-            limit = least.get(key, 0) / row[key] if row[key] else None
+            limit = least[key] / row[key] if key in least and row[key] else None
             yield dict(
                 case=case,
                 part=name,
@@ -105,7 +105,7 @@ def dissected(world: World, **options) -> Callable:
         parts[part] += event.self_cpu_time_total / 1e6 / STEPS
     parts["rest"] += seconds - sum(parts.values())  # what no operator accounts for
     told = {key: parts[key] for key in PARTS} | dict(step=seconds, kept=kept)
-    return lambda: run() | told
+    return lambda: told
 
 
 def kept_bytes(run: Callable) -> int:
@@ -127,8 +127,8 @@ def part_of(name: str, shapes: list, tokens: int) -> str:
     """The part that an operator belongs to: a key of PARTS.
 
     Products are told by their shapes. (tokens, n) @ (n, m) is one of the forward pass or of the
-    input's gradient; the blocks' forward products alone add a bias, and only the head's have more
-    columns than rows times 4.
+    input's gradient; the blocks' forward products alone add a bias, and only the head has more than
+    four times as many outputs as inputs.
     """
     if name in ("aten::mm", "aten::addmm"):
         (rows, _), (inner, columns) = [shape for shape in shapes if len(shape) == 2][:2]
@@ -154,12 +154,12 @@ def find_limits(m, dtype: torch.dtype, T: int, speed: float) -> dict[str, float]
     tokens = m.config.batch_size * T
     width = dtype.itemsize
     matrices = 12 * C**2
-    parameters = L * matrices + VOCAB_SIZE * C
+    head = VOCAB_SIZE * C
+    parameters = L * matrices + head
     product = 2 * tokens * parameters / m.peak(dtype)
     attention = 2 * tokens * T * C * L / m.peak(dtype)  # two products, half of each is masked
     casts = 2 * matrices * (4 + width) if width < 4 else 0
     values = tokens * C * (11 * 4 + 46 * width)
-    head = VOCAB_SIZE * C
     logits = tokens * VOCAB_SIZE * (4 * 4 + width)  # read for maximum and sum; made p - t
     return {
         "forward": product,

@@ -277,9 +277,10 @@ def draw_parts(figure, rows: list[dict]) -> None:
     names = dict.fromkeys(row["part"] for row in rows if row["part"] != "the step")
     for i, case in enumerate(cases):
         left = 0.0
-        for j, part in enumerate(names):
-            [share] = [r["share"] for r in rows if r["case"] == case and r["part"] == part]
-            bar = axis.barh(i, share, left=left, color=SHADES[j], edgecolor="white")
+        parts = [row for row in rows if row["case"] == case and row["part"] != "the step"]
+        for row, shade in zip(parts, SHADES, strict=True):
+            share = row["share"]
+            bar = axis.barh(i, share, left=left, color=shade, edgecolor="white")
             if share >= 0.04:
                 axis.bar_label(bar, [f"{share:.0%}"], label_type="center", color="white")
             left += share

@@ -10,13 +10,15 @@ from support.common import UserError, write_whole
 from support.web import connect, read_content
 
 
-def download_once(path: Path, url: str, expected: str, *, title, attempts, patience) -> Path:
+def download_once(
+    path: Path, url: str, expected: str, *, title, instead, attempts, patience
+) -> Path:
     """Fetches a file to `path`, unless it is already there. Returns `path`.
 
-    expected: the file's git blob id. title: what messages call it. A transfer that fails is tried
-    again after `patience` seconds, then after twice as many. Raises UserError if there is no
-    network (within seconds), if every attempt failed, and for a file whose content does not have
-    the expected id.
+    expected: the file's git blob id. title, instead: what messages call it, and tell to do without
+    it. A transfer that fails is tried again after `patience` seconds, then after twice as many.
+    Raises UserError if there is no network (within seconds), if every attempt failed, and for a
+    file whose content does not have the expected id.
     """
     if path.exists():
         found = blob_id(read_local(path))
@@ -28,18 +30,13 @@ def download_once(path: Path, url: str, expected: str, *, title, attempts, patie
         return path
     content, problem = fetch_patiently(url, expected, attempts, patience)
     if problem:
-        raise UserError(
-            f"{title} cannot be had from {url} ({problem}): "
-            "give the file by --hellaswag-path (hellaswag.py: --path)"
-        )
+        raise UserError(f"{title} cannot be had from {url} ({problem}): {instead}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, content)
     except OSError as error:
-        raise UserError(
-            f"{title} cannot be written to {path.parent} ({error}): "
-            "give the file by --hellaswag-path (hellaswag.py: --path)"
-        ) from None
+        problem = f"{title} cannot be written to {path.parent} ({error}): {instead}"
+        raise UserError(problem) from None
     return path
 
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from support.common import UserError, first_line, run_script, say, write_whole
-from support.records import read_metrics, starts_of
+from support.records import RECENT, read_metrics, starts_of
 from support.report import duration
 
 
@@ -126,7 +126,7 @@ def figures_of_losses(records: list[dict]) -> dict[str, str]:
             f"{last['val_loss']:.4f} (perplexity {last['perplexity']:,.2f}) after "
             f"{last['step']:,} updates; lowest {best['val_loss']:.4f} after {best['step']:,}"
         )
-    if losses := [record["loss"] for record in records if record["type"] == "train"][-10:]:
+    if losses := [record["loss"] for record in records if record["type"] == "train"][-RECENT:]:
         found["training loss"] = f"{statistics.fmean(losses):.4f}, mean of the last {len(losses)}"
     for score in first_and_last(records, "hella")[-1:]:
         right = score["hellaswag"]

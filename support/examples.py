@@ -30,6 +30,7 @@ def download(
         url.format(split=split),
         blob_ids[split],
         title="HellaSwag",
+        instead="give the file by --hellaswag-path (hellaswag.py: --path)",
         attempts=attempts,
         patience=patience,
     )

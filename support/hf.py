@@ -161,7 +161,9 @@ def read_config(directory: Path) -> dict:
     try:
         theirs = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:
-        inside = sorted(directory.glob("ckpt_*"))
+        from support.checkpoint import checkpoints
+
+        inside = checkpoints(directory)
         expected = f"{inside[-1]}, or another" if inside else "a Hugging Face model directory or a"
         raise UserError(f"{path} is missing: {expected} checkpoint was expected") from None
     except (ValueError, RecursionError):

