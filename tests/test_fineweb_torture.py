@@ -54,7 +54,7 @@ def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
     for _ in range(10):
         process = start(*options, "--data-dir", out, method="fork")
         wait_for(lambda process=process: process.poll() is not None or workers_of(process))
-        time.sleep(choose.random() * took / 10)
+        time.sleep(choose.random() * took / 20)
         if workers := workers_of(process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(choose.choice(workers), signal.SIGKILL)
@@ -63,7 +63,7 @@ def test_workers_killed_at_random_moments_leave_no_trace(tmp_path, seed):
         told += process.returncode
         wait_for(lambda pid=process.pid: not session(pid))
     run(*options, "--data-dir", out)
-    assert told > 2  # the last ones may find it finished
+    assert told > 4  # the last ones may find it finished
     assert contents(out) == contents(tmp_path / "whole")
 
 
