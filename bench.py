@@ -145,6 +145,7 @@ class Machine:
             own_loss=True,
             fused=self.device.type in ("cuda", "cpu"),
             recompute=self.device.type == "cpu",
+            keep_memory=self.device.type == "cpu",
         )
         options.update(changes)
         return Side(
@@ -211,6 +212,7 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
         fused=False,
         own_loss=False,
         recompute=False,
+        keep_memory=False,
     )
     used = m.step("").options  # what training does here
     sides = [plain]
@@ -246,6 +248,7 @@ def list_techniques(m: Machine) -> list[tuple]:
         ("+ fused AdamW", "fused", True),
         ("+ the model's own loss", "own_loss", True),
         ("+ cheap activations recomputed", "recompute", True),
+        ("+ freed memory kept", "keep_memory", True),
         (f"+ micro-batch {B} → {more}", "B", more),
     ]
 
@@ -283,9 +286,10 @@ def scale_processes(m: Machine) -> Iterator[dict]:
 
 def compare_transformers(m: Machine) -> Iterator[dict]:
     """transformers' GPT-2, the same AdamW and precision, and the step as training takes it."""
-    sides = [m.step("transformers, eager", hf=True, compile=False)]
+    theirs = dict(hf=True, recompute=False, keep_memory=False)
+    sides = [m.step("transformers, eager", compile=False, **theirs)]
     if not m.why_eager:
-        sides.append(m.step("transformers, compiled", hf=True, recompute=False))
+        sides.append(m.step("transformers, compiled", **theirs))
     sides.append(m.step("this repository"))
     yield from m.measure(sides)
 

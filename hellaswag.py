@@ -25,7 +25,13 @@ from tqdm import tqdm
 from model import GPT
 from support import tokenizer
 from support.common import UserError, run_script, write_whole
-from support.device import autocast, dtype_name, evaluation_mode, pick_dtype
+from support.device import (
+    autocast,
+    dtype_name,
+    evaluation_mode,
+    keep_freed_memory,
+    pick_dtype,
+)
 from support.distributed import World
 from support.examples import check_example, iterate_examples
 from support.generation import pad
@@ -301,6 +307,7 @@ def main() -> None:
     if config.json:
         check_output(output)
     with World(config.device) as world:
+        keep_freed_memory(world.device)
         examples = load_examples("val", config.path, config.limit, world)
         model = GPT.from_pretrained(config.model).to(world.device)
         dtype, _ = pick_dtype(world.device, config.dtype, world)

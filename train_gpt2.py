@@ -29,6 +29,7 @@ from support.device import (
     dtype_name,
     eager,
     evaluation_mode,
+    keep_freed_memory,
     newest_flash_attention,
     peak_memory,
     pick_dtype,
@@ -202,7 +203,7 @@ class Run:
         # is found with the compiled model, without the buckets of DDP; and the optimizers need the
         # parameters that wrapping leaves.
         self.find_data(found)
-        self.set_arithmetic(found)
+        self.prepare_device(found)
         self.build_model(found)
         self.fit_batch(found)
         self.build_loaders()
@@ -229,8 +230,9 @@ class Run:
         if self.config.val_every:
             find_shards(data_dir, "val")
 
-    def set_arithmetic(self, found: checkpoint.Found | None) -> None:
-        """TF32, determinism, and the dtype to autocast to."""
+    def prepare_device(self, found: checkpoint.Found | None) -> None:
+        """Memory, TF32, determinism, and the dtype to autocast to."""
+        keep_freed_memory(self.world.device)
         torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
         if self.config.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it

@@ -21,7 +21,7 @@ import hellaswag
 from benchmarks.training_step import MadeUpTokens
 from benchmarks.turns import Side, compare, rates_of, summarize
 from model import GPT, GPTConfig
-from support.device import autocast, compile_blocks
+from support.device import autocast, compile_blocks, keep_freed_memory
 from support.distributed import World
 from support.generation import choose
 from support.tokenizer import EOT, VOCAB_SIZE, get_tokenizer
@@ -172,6 +172,7 @@ def compare_validation(m) -> Iterator[dict]:
 
 def validation(world: World, how, B, T, size, dtype) -> Callable:
     """Makes a run of `validate` over two batches, which returns the loss."""
+    keep_freed_memory(world.device)
     model = GPT(GPTConfig(block_size=T, **size)).to(world.device)
     if how == "compiled":
         compile_blocks(model, recompute=False)
@@ -237,6 +238,8 @@ def scoring(world: World, how, path, count, size, dtype) -> Callable:
     how: one example at a time; in batches, eager; or in batches, compiled. The run returns how many
     are right.
     """
+    if how != "one example at a time":
+        keep_freed_memory(world.device)
     model = GPT(GPTConfig(**size)).to(world.device).eval()
     examples = draw_examples(path, count)
     prepared = hellaswag.prepare(examples, model, world.device)

@@ -13,7 +13,12 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, DataLoaderLite, GPTConfig, decay_groups
-from support.device import compile_blocks, keep_less, newest_flash_attention
+from support.device import (
+    compile_blocks,
+    keep_freed_memory,
+    keep_less,
+    newest_flash_attention,
+)
 from support.distributed import World
 from support.tokenizer import EOT
 from train_gpt2 import train_step
@@ -96,15 +101,18 @@ def training(
     fused: bool,
     own_loss: bool,
     recompute: bool,
+    keep_memory: bool,
     hf: bool = False,
     optimizer: str = "adamw",
 ) -> Callable:
     """Makes a run of the real train_step on made-up tokens.
 
     The run returns the loss, and the seconds that it waited for the loader. The options from tf32
-    to recompute are the techniques of the ladder.
+    to keep_memory are the techniques of the ladder.
     """
     choose_kernels(world.device, tf32, flash)
+    if keep_memory:
+        keep_freed_memory(world.device)
     raw = make_model(size=size, T=T, hf=hf, own_loss=own_loss, pad_vocab_to=pad_vocab_to)
     raw.to(world.device)
     if compile:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
 # The part of the free memory that an estimate may fill. On a GPU it leaves room for an error of
 # 15% and for the headroom; on a CPU for other programs and for the holes of the heap, which were a
-# quarter of the peak of a small model.
+# third of the peak of a small model (device.keep_freed_memory).
 FILL = {"cpu": 0.5, "cuda": 0.8}
 LOSS_ROWS = {"cpu": 2048}  # of logits, by device: see loss_rows
 LOSS_ROWS_ELSEWHERE = 8192

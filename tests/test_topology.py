@@ -4,6 +4,7 @@ always the same curve.
 
 import dataclasses
 import itertools
+import json
 import os
 import random
 import re
@@ -321,6 +322,41 @@ def test_skipped_steps_are_logged_and_the_window_survives_a_resume(shards, tmp_p
 
 
 # -- memory
+
+COUNT_PAGES = """
+import resource, runpy, sys
+import torch
+
+def count_pages():
+    torch.zeros(2**25)  # 128 MB
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(2**24)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+before = count_pages()
+sys.argv = sys.argv[1:]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+except SystemExit as end:
+    assert not end.code
+print("pages", before, count_pages())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
+@pytest.mark.parametrize("script", ["train_gpt2.py", "hellaswag.py"])
+def test_a_large_tensor_takes_the_pages_of_the_one_before_it(shards, tmp_path, tiny, script):
+    arguments = tiny_run(shards, tmp_path / "log", "--max-steps 4")
+    if script == "hellaswag.py":
+        tiny.save_pretrained(tmp_path / "model")
+        example = dict(ctx="One", endings=[" two", " three", " four", " five"], label=0)
+        (tmp_path / "one.jsonl").write_text(json.dumps(example))
+        arguments = ["--model", tmp_path / "model", "--path", tmp_path / "one.jsonl"]
+    done = run_program([sys.executable, "-c", COUNT_PAGES, script, *arguments])
+    pages = re.search(r"pages (\d+) (\d+)", done.stdout)
+    assert pages, done.stdout + done.stderr
+    before, after = map(int, pages.groups())
+    assert after < before / 4
 
 
 @pytest.mark.torture
