@@ -2,7 +2,8 @@
 
 PyTorch's profiler sees a real step, compiled as training does it, and each operator's own time
 goes to one part. Beside it stands how near the part is to its limit: products and attention to the
-matmul peak of their precision, what only moves memory to the speed at which memory is read.
+matmul peak of their precision, what only moves memory to the speed at which memory is read. Then
+what is alive when the step holds the most, by what made it.
 """
 
 import re
@@ -10,19 +11,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch._inductor import config as inductor_config
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.hot_paths import read_speed
 from benchmarks.training_step import training
-from support.device import dtype_name
+from model import GPTConfig
+from support.device import dtype_name, number_after, peak_memory
 from support.distributed import World
-from support.memory import loss_rows
+from support.memory import loss_rows, state_memory
 from support.tokenizer import VOCAB_SIZE
 
+MEMORY = {  # key: what is alive at the peak
+    "state": "memory: weights and moments",
+    "kept": "memory: what blocks keep for the backward pass",
+    "loss": "memory: loss, with the gradient of the head",
+    "gradients": "memory: gradients, and the backward pass at work",
+    "other": "memory: other tensors",
+    "libraries": "memory: Python and PyTorch",
+    "holes": "memory: holes of the heap, scratch of the products",
+}
 CASES = [(dtype, T) for dtype in (torch.float32, torch.bfloat16) for T in (256, 1024)]
 STEPS = 3  # that are profiled
 PARTS = {  # key: what it is
@@ -60,7 +71,7 @@ def dissect(m) -> Iterator[dict]:
         return
     speed = read_speed(m.device)
     m.notes.append(f"limits: the matmul peaks above; memory read at {speed / 1e9:.1f} GB/s")
-    m.notes.append(f"kept: what the backward pass finds, beside the weights; times: {STEPS} steps")
+    m.notes.append(f"times: {STEPS} steps; memory: when the tensors of a step take the most")
     for dtype, T in CASES:
         case = f"{dtype_name(dtype)}, T {T:,}"
         step = m.step(case, dtype=dtype, T=T)
@@ -83,17 +94,24 @@ def dissect(m) -> Iterator[dict]:
             part="the step",
             ms=1000 * row["step"],
             share=1.0,
-            kept_gb=row["kept"] / 1e9,
-            memory_gb=row["memory_gb"],
         )
+        held = {key: row[f"held {key}"] for key in MEMORY}
+        keep = least_kept(m, dtype, T)
+        for key, name in MEMORY.items():
+            limit = keep / held[key] if key == "kept" and held[key] else None
+            yield dict(case=case, part=name, gb=held[key] / 1e9, **{"of limit": limit})
+        yield dict(case=case, part="memory: the peak", gb=sum(held.values()) / 1e9)
 
 
 def dissected(world: World, **options) -> Callable:
-    """Makes a run of the training step, which also tells its parts: seconds, and bytes kept."""
+    """Makes a run that tells the parts of the training step: seconds, and bytes at its peak."""
     inductor_config.cpp.enable_kernel_profile = True  # the compiler's kernels tell their names
+    libraries = resident()
     run = training(world, **options)
     run()
-    kept = kept_bytes(run)
+    state = weights_and_moments(options["size"], options["T"])
+    held = held_at_peak(run) + Counter(state=state, libraries=libraries)
+    held["holes"] = peak_memory(world.device) - sum(held.values())
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as found:
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -104,23 +122,61 @@ def dissected(world: World, **options) -> Callable:
         part = part_of(event.name, event.input_shapes, options["B"] * options["T"])
         parts[part] += event.self_cpu_time_total / 1e6 / STEPS
     parts["rest"] += seconds - sum(parts.values())  # what no operator accounts for
-    told = {key: parts[key] for key in PARTS} | dict(step=seconds, kept=kept)
+    told = {key: parts[key] for key in PARTS} | dict(step=seconds)
+    told |= {f"held {key}": held[key] for key in MEMORY}
     return lambda: told
 
 
-def kept_bytes(run: Callable) -> int:
-    """Bytes of the tensors that the forward pass of `run` keeps for its backward pass."""
-    storages: dict[int, int] = {}
+def resident() -> int:
+    """Bytes of this process that are in memory now."""
+    return 1024 * number_after("VmRSS:", Path("/proc/self/status").read_text())
 
-    def look(tensor: torch.Tensor) -> torch.Tensor:
-        if not (tensor.is_leaf and tensor.requires_grad):  # a weight
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
 
-    with saved_tensors_hooks(look, lambda tensor: tensor):
+def weights_and_moments(size: dict[str, int], T: int) -> int:
+    shape = GPTConfig(block_size=T, **size)
+    parts = state_memory(shape, width=4, sharding="ddp", processes=1, muon=False)
+    return parts["weights"] + parts["moments"]
+
+
+def held_at_peak(run: Callable) -> Counter[str]:
+    """Bytes of the tensors that `run` makes and holds when they are the most: by key of MEMORY."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
-    return sum(storages.values())
+    live: dict[int, tuple[str, int]] = {}  # by address
+    now: Counter[str] = Counter()
+    peak = Counter(now)
+    tree = found.profiler.kineto_results.experimental_event_tree()
+    for _, address, nbytes, key in sorted(find_allocations(tree)):
+        if nbytes > 0:
+            live[address] = key, nbytes
+            now[key] += nbytes
+        elif address in live:
+            key, nbytes = live.pop(address)
+            now[key] -= nbytes
+        if now.total() > peak.total():
+            peak = Counter(now)
+    return peak
+
+
+def find_allocations(tree: list) -> Iterator[tuple[int, int, int, str]]:
+    """Yields time, address, bytes (below 0: freed) and key of MEMORY from the profiler's events."""
+    waiting = [(event, "") for event in tree]
+    while waiting:
+        event, path = waiting.pop()
+        path += f" {event.name}"
+        if event.tag.name == "Allocation":
+            field = event.extra_fields
+            yield event.start_time_ns, field.ptr, field.alloc_size, maker_of(path)
+        waiting += [(child, path) for child in event.children]
+
+
+def maker_of(path: str) -> str:
+    """The key of MEMORY for a tensor, from the names of the operators that it was made in."""
+    if "Backward" in path:
+        return "gradients"
+    if region := re.search(r"Torch-Compiled Region: (\d+)", path):
+        return "kept" if region[1] == "0" else "loss"  # compiled in this order
+    return "other"
 
 
 def part_of(name: str, shapes: list, tokens: int) -> str:
@@ -173,3 +229,13 @@ def find_limits(m, dtype: torch.dtype, T: int, speed: float) -> dict[str, float]
         "norm": 3 * 4 * parameters / speed,  # reads it; reads and writes it to clip
         "embedding": 4 * 4 * head / speed,  # zeros; the sum of two gradients
     }
+
+
+def least_kept(m, dtype: torch.dtype, T: int) -> int:
+    """Bytes that the blocks must keep if no product is computed again.
+
+    Per token, channel and block: the residual stream once, in float32; and in the products'
+    precision q, k, v, attention's output, its projection, and the 4·C before GELU.
+    """
+    values = m.size["n_layer"] * m.size["n_embd"] * m.config.batch_size * T
+    return values * (4 + 9 * dtype.itemsize)

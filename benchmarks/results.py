@@ -20,7 +20,7 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "MFU bf16": ("MFU bf16", ".1%"),
     "of limit": ("of limit", ".1%"),
     "loader": ("loader", ".1%"),
-    "kept_gb": ("kept GB", ".2f"),
+    "gb": ("GB", ".2f"),
     "memory_gb": ("peak GB", ".2f"),
     "start_s": ("start s", ".1f"),
     "loss": ("first loss", ".4f"),
@@ -274,10 +274,11 @@ def draw_parts(figure, rows: list[dict]) -> None:
 
     axis = figure.subplots()
     cases = dict.fromkeys(row["case"] for row in rows)
-    names = dict.fromkeys(row["part"] for row in rows if row["part"] != "the step")
+    timed = [row for row in rows if row.get("share", 1) < 1]  # neither a whole step nor memory
+    names = dict.fromkeys(row["part"] for row in timed)
     for i, case in enumerate(cases):
         left = 0.0
-        parts = [row for row in rows if row["case"] == case and row["part"] != "the step"]
+        parts = [row for row in timed if row["case"] == case]
         for row, shade in zip(parts, SHADES, strict=True):
             share = row["share"]
             bar = axis.barh(i, share, left=left, color=shade, edgecolor="white")

@@ -207,14 +207,16 @@ def test_the_anatomy_of_a_step_is_all_of_it_part_by_part(monkeypatch, tmp_path):
     monkeypatch.setattr(anatomy, "CASES", [(torch.float32, 48), (torch.bfloat16, 24)])
     m = machine()
     rows = list(anatomy.dissect(m))
-    assert [row["case"] for row in rows] == 12 * ["float32, T 48"] + 12 * ["bfloat16, T 24"]
-    for parts, step in ((rows[:11], rows[11]), (rows[12:23], rows[23])):
+    assert [row["case"] for row in rows] == 20 * ["float32, T 48"] + 20 * ["bfloat16, T 24"]
+    for one_case in (rows[:20], rows[20:]):
+        *parts, step = [row for row in one_case if "ms" in row]
+        *held, peak = [row for row in one_case if "gb" in row]
         assert sum(row["ms"] for row in parts) == pytest.approx(step["ms"])
         assert sum(row["share"] for row in parts) == pytest.approx(1)
         seen = {row["part"] for row in parts if row["ms"] > 0}
         in_kernels = ("blocks", "loss")  # which only a compiled step has
         assert seen == {name for key, name in anatomy.PARTS.items() if key not in in_kernels}
-        assert step["memory_gb"] > step["kept_gb"] > 0
+        assert sum(row["gb"] for row in held) == pytest.approx(peak["gb"])
     config = dict(model="tiny", batch_size=2)
     result = dict(
         device=dict(name="a CPU"), config=config, benchmarks=dict(anatomy=dict(rows=rows))
@@ -241,6 +243,32 @@ def test_the_anatomy_of_a_step_is_all_of_it_part_by_part(monkeypatch, tmp_path):
 )
 def test_an_operator_of_the_step_belongs_to_one_part(name, shapes, part):
     assert anatomy.part_of(name, shapes, tokens=96) == part
+
+
+def test_what_is_alive_at_the_peak_is_known_to_the_byte():
+    def run():
+        x = torch.ones(1000, requires_grad=True)
+        torch.ones(500)
+        y = x.exp()
+        y.sum().backward()
+
+    held = anatomy.held_at_peak(run)
+    # x, y, their sum and its own gradient, 1; the gradient of x. That of y is spread, not made
+    assert held == {"other": 4000 + 4000 + 4 + 4, "gradients": 4000}
+
+
+@pytest.mark.parametrize(
+    "path, made",
+    [
+        ("Torch-Compiled Region: 0/0 CompiledFunction aten::empty_strided", "kept"),
+        ("Torch-Compiled Region: 1/0 CompiledFunction aten::mm", "loss"),
+        ("autograd::engine CompiledFunctionBackward aten::mm", "gradients"),
+        ("autograd::engine EmbeddingBackward0 aten::zeros aten::empty", "gradients"),
+        ("aten::add", "other"),
+    ],
+)
+def test_a_tensor_belongs_to_what_made_it(path, made):
+    assert anatomy.maker_of(path) == made
 
 
 def test_scoring_one_by_one_is_what_hellaswag_py_does():
