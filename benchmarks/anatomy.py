@@ -50,6 +50,7 @@ PARTS = {  # key: what it is
     "rest": "the rest: allocation, calls",
 }
 OPERATORS = {  # by name; for the others see `part_of`
+    "aten::bmm": "attention backward",  # in blocks, see support/attention.py
     "aten::_fused_adamw_": "optimizer",
     "aten::linalg_vector_norm": "norm",
     "aten::mul_": "norm",
@@ -192,8 +193,8 @@ def part_of(name: str, shapes: list, tokens: int) -> str:
             return "dw"
         is_head = columns > 4 * inner
         return "forward" if name == "aten::addmm" or is_head else "dx"
-    if "scaled_dot_product" in name:
-        return "attention backward" if name.endswith("backward") else "attention"
+    if "scaled_dot_product" in name and "layer_norm" not in name:  # a kernel that has both: blocks
+        return "attention backward" if "backward" in name else "attention"
     if kernel := re.match(r"graph_(\d+)_cpp_fused", name):
         return "blocks" if kernel[1] == "0" else "loss"  # compiled in this order
     return OPERATORS.get(name, "rest")

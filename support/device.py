@@ -15,6 +15,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn import attention
 
+from support.attention import divide_attention
 from support.common import UserError
 
 
@@ -145,6 +146,7 @@ def compile_blocks(model, recompute: bool) -> None:
     runs as written.
     """
     keep_less(recompute)
+    divide_attention()
     torch._dynamo.config.recompile_limit = 64  # micro-batches that are tried, validation, …
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, dynamic=False)

@@ -236,6 +236,12 @@ def test_the_anatomy_of_a_step_is_all_of_it_part_by_part(monkeypatch, tmp_path):
         ("aten::mm", [[50304, 2048], [2048, 768], [50304, 768]], "dw"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu", [], "attention"),
         ("aten::_scaled_dot_product_flash_attention_for_cpu_backward", [], "attention backward"),
+        ("aten::bmm", [[48, 256, 66], [48, 66, 256]], "attention backward"),
+        (
+            "graph_0_cpp_fused__scaled_dot_product_flash_attention_for_cpu_backward_8",
+            [],
+            "attention backward",
+        ),
         ("graph_0_cpp_fused__to_copy_gelu_view_3", [], "blocks"),
         ("graph_1_cpp_fused__to_copy_add_div_mul_1", [], "loss"),
         ("aten::empty", [], "rest"),

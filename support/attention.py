@@ -1,0 +1,72 @@
+"""Attention's backward pass on a CPU in bfloat16: what torch.compile takes instead of PyTorch's.
+
+PyTorch's kernel works on tiles that are small for the bfloat16 units of a CPU, and at a tenth of
+their speed. Here a few large products do the work, and the compiler fuses what is between them.
+"""
+
+import hashlib
+import math
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 256  # keys at a time, or more: at most four blocks, each of which is compiled
+
+
+def divide_attention() -> None:
+    """Has torch.compile take `backward` for the gradient of F.scaled_dot_product_attention."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    select_decomp_table()[operator] = backward
+    # the compiler's caches do not know what is taken for an operator
+    torch.compiler.config.cache_key_tag = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
+    """The gradients of q, k and v from that of y, dy: all (B, nh, T, hs). lse (B, nh, T) is given.
+
+    FlashAttention's (Dao et al. 2022, appendix B.2), for a block of keys and all later queries:
+    p = exp(s - lse), dv = pᵀ dy, ds = p (dy vᵀ - rowsum(dy y)), dq = ds k, dk = dsᵀ q. Rounded to
+    bfloat16, an s of 40 is off by 0.1, and p by a tenth. So the product itself subtracts lse, by
+    `minus`: its result is near 0 wherever p is not. The same for the row sums.
+    """
+    plain = is_causal and attn_mask is None and dropout_p == 0 and q.shape == k.shape
+    if q.dtype != torch.bfloat16 or not plain:
+        return NotImplemented  # PyTorch's kernel
+    T, hs = q.shape[-2:]
+    scale = scale or 1 / math.sqrt(hs)
+    q_lse = minus(q, lse[..., None] / scale)
+    dy_sum = minus(dy, (dy.float() * y.float()).sum(-1, keepdim=True))
+    ones = torch.ones_like(k[..., :2])
+    k_1 = torch.cat([k, ones], -1)
+    v_1 = torch.cat([v, ones], -1)
+    token = torch.arange(T, device=q.device)
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    dk = []
+    dv = []
+    block = max(BLOCK, math.ceil(T / 4))
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        earlier = token[start:end] <= token[start:, None]
+        s = (q_lse[..., start:, :] @ k_1[..., start:end, :].mT).float() * scale
+        p = torch.where(earlier, s.exp(), 0)
+        dp = (dy_sum[..., start:, :] @ v_1[..., start:end, :].mT).float()
+        ds = (p * dp * scale).to(q.dtype)
+        # not in place, which the compiler would refuse here; it adds all blocks in one pass
+        dq = dq + F.pad(ds @ k[..., start:end, :], (0, 0, start, 0))
+        dk.append(ds.mT @ q[..., start:, :])
+        dv.append(p.to(q.dtype).mT @ dy[..., start:, :])
+    return dq.to(q.dtype), torch.cat(dk, -2), torch.cat(dv, -2)
+
+
+def minus(x, subtracted):
+    """x (…, hs) and two columns more, whose product with ones is -subtracted (…, 1), to 16 bits.
+
+    A product is summed in float32 and rounded when it is complete. The first 8 bits are split off
+    by Dekker's method (1971): the compiler would leave out a cast there and back.
+    """
+    large = (2**16 + 1) * subtracted
+    high = large - (large - subtracted)
+    return torch.cat([x, -high.to(x.dtype), (high - subtracted).to(x.dtype)], -1)

@@ -1,0 +1,89 @@
+"""Attention's backward pass in bfloat16, against float64 and beside PyTorch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.profiler import ProfilerActivity, profile
+
+from model import GPT, GPTConfig
+from support import attention
+from support.device import compile_blocks
+
+KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+THEIRS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def some(T: int, hs: int, sharpness: float, dtype=torch.bfloat16) -> list[torch.Tensor]:
+    """dy, q, k, v, laid out as the model does; the logits have this standard deviation."""
+    torch.manual_seed(T + hs)
+    dy, q, k, v = (torch.randn(2, T, 3, hs, dtype=dtype).transpose(1, 2) for _ in range(4))
+    return [dy, q * sharpness, k, v]
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def gradients(attend, dy, q, k, v) -> list[torch.Tensor]:
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    attend(*inputs).backward(dy)
+    return [x.grad for x in inputs]
+
+
+def errors(found, exact) -> list[float]:
+    return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("sharpness", [0.1, 1, 8])
+@pytest.mark.parametrize("T, hs", [(1, 16), (7, 8), (256, 64), (300, 24), (1100, 16)])
+def test_the_gradients_are_as_near_to_float64_as_pytorchs(T, hs, sharpness):
+    dy, q, k, v = some(T, hs, sharpness)
+    exact = gradients(causal, *(x.double() for x in (dy, q, k, v)))
+    y, lse = KERNEL(q, k, v, 0.0, True)
+    ours = attention.backward(dy, q, k, v, y, lse, 0.0, True)
+    theirs = THEIRS(dy, q, k, v, y, lse, 0.0, True)
+    for x, own, other, wanted in zip((q, k, v), ours, theirs, exact, strict=True):
+        assert own.shape == x.shape and own.dtype == x.dtype
+        nothing = 1e-4 * dy.norm()  # one token alone: dq and dk are zero
+        assert (own - wanted).norm() < 3 * (other - wanted).norm() + nothing
+
+
+def test_the_compiler_takes_them_and_keeps_their_digits(tiny):
+    compile_blocks(tiny, recompute=True)
+    dy, q, k, v = some(300, 32, sharpness=8)
+    exact = gradients(causal, *(x.double() for x in (dy, q, k, v)))
+    compiled = torch.compile(causal, dynamic=False)
+    gradients(compiled, dy, q, k, v)  # compiles: the profiler would see the tracing
+    with profile(activities=[ProfilerActivity.CPU]) as ran:
+        found = gradients(compiled, dy, q, k, v)
+    assert not [event.name for event in ran.events() if "for_cpu_backward" in event.name]
+    assert max(errors(found, exact)) < 0.01, "3% if the products' results are rounded before lse"
+
+
+def test_what_is_not_plain_causal_attention_in_bfloat16_is_left_to_pytorch():
+    dy, q, k, v = some(16, 8, 1.0)
+    y, lse = KERNEL(q, k, v, 0.0, True)
+    left = [
+        attention.backward(*(x.float() for x in (dy, q, k, v, y)), lse, 0.0, True),
+        attention.backward(dy, q, k, v, y, lse, 0.0, False),
+        attention.backward(dy, q, k, v, y, lse, 0.1, True),
+        attention.backward(dy, q, k, v, y, lse, 0.0, True, attn_mask=torch.zeros(16, 16)),
+        attention.backward(dy[..., 1:, :], q[..., 1:, :], k, v, y, lse, 0.0, True),
+    ]
+    assert left == 5 * [NotImplemented]
+
+
+def test_a_compiled_model_has_the_gradients_of_the_written_one():
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=48, n_layer=2, n_head=2, n_embd=32))
+    idx = torch.randint(50257, (3, 48))
+
+    def learn():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            model(idx, idx)[1].backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    plain = learn()
+    compile_blocks(model, recompute=True)
+    assert max(errors(learn(), [grad.double() for grad in plain])) < 0.05
