@@ -115,7 +115,7 @@ PRESETS = {
     "gpt3-125m": TrainConfig(preset="gpt3-125m", sequence_length=2048),
     # AdamW's learning rate: Muon's update is scaled to the size of AdamW's.
     "gpt2-muon": TrainConfig(preset="gpt2-muon", optimizer="muon"),
-    # about three minutes on two CPU cores, on the source of Python's standard library
+    # two to three minutes on two CPU cores, on the source of Python's standard library
     "quickstart": TrainConfig(
         preset="quickstart",
         data_dir="data/stdlib",
