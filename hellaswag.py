@@ -25,13 +25,7 @@ from tqdm import tqdm
 from model import GPT
 from support import tokenizer
 from support.common import UserError, run_script, write_whole
-from support.device import (
-    autocast,
-    dtype_name,
-    evaluation_mode,
-    keep_freed_memory,
-    pick_dtype,
-)
+from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
 from support.distributed import World
 from support.examples import check_example, iterate_examples
 from support.generation import pad

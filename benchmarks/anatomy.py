@@ -140,7 +140,7 @@ def weights_and_moments(size: dict[str, int], T: int) -> int:
 
 
 def held_at_peak(run: Callable) -> Counter[str]:
-    """Bytes of the tensors that `run` makes and holds when they are the most: by key of MEMORY."""
+    """Bytes of the tensors that `run` makes and holds at their peak, by key of MEMORY."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         run()
     live: dict[int, tuple[str, int]] = {}  # by address
@@ -163,19 +163,19 @@ def find_allocations(tree: list) -> Iterator[tuple[int, int, int, str]]:
     """Yields time, address, bytes (below 0: freed) and key of MEMORY from the profiler's events."""
     waiting = [(event, "") for event in tree]
     while waiting:
-        event, path = waiting.pop()
-        path += f" {event.name}"
+        event, operators = waiting.pop()
+        operators += f" {event.name}"
         if event.tag.name == "Allocation":
             field = event.extra_fields
-            yield event.start_time_ns, field.ptr, field.alloc_size, maker_of(path)
-        waiting += [(child, path) for child in event.children]
+            yield event.start_time_ns, field.ptr, field.alloc_size, maker_of(operators)
+        waiting += [(child, operators) for child in event.children]
 
 
-def maker_of(path: str) -> str:
+def maker_of(operators: str) -> str:
     """The key of MEMORY for a tensor, from the names of the operators that it was made in."""
-    if "Backward" in path:
+    if "Backward" in operators:
         return "gradients"
-    if region := re.search(r"Torch-Compiled Region: (\d+)", path):
+    if region := re.search(r"Torch-Compiled Region: (\d+)", operators):
         return "kept" if region[1] == "0" else "loss"  # compiled in this order
     return "other"
 

@@ -13,12 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model import GPT, DataLoaderLite, GPTConfig, decay_groups
-from support.device import (
-    compile_blocks,
-    keep_freed_memory,
-    keep_less,
-    newest_flash_attention,
-)
+from support.device import compile_blocks, keep_freed_memory, keep_less, newest_flash_attention
 from support.distributed import World
 from support.tokenizer import EOT
 from train_gpt2 import train_step

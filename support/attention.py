@@ -14,7 +14,7 @@ import torch.nn.functional as F
 BLOCK = 256  # keys at a time, or more: at most four blocks, each of which is compiled
 
 
-def divide_attention() -> None:
+def replace_attention_backward() -> None:
     """Has torch.compile take `backward` for the gradient of F.scaled_dot_product_attention."""
     from torch._inductor.decomposition import select_decomp_table
 
@@ -28,9 +28,10 @@ def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale
     """The gradients of q, k and v from that of y, dy: all (B, nh, T, hs). lse (B, nh, T) is given.
 
     FlashAttention's (Dao et al. 2022, appendix B.2), for a block of keys and all later queries:
-    p = exp(s - lse), dv = pᵀ dy, ds = p (dy vᵀ - rowsum(dy y)), dq = ds k, dk = dsᵀ q. Rounded to
-    bfloat16, an s of 40 is off by 0.1, and p by a tenth. So the product itself subtracts lse, by
-    `minus`: its result is near 0 wherever p is not. The same for the row sums.
+    s = q kᵀ scale, p = exp(s - lse), dv = pᵀ dy, ds = p (dy vᵀ - rowsum(dy y)) scale, dq = ds k,
+    dk = dsᵀ q. Rounded to bfloat16, an s of 40 is off by 0.1, and p by a tenth. So the product
+    itself subtracts lse (`minus`): then its result is near 0 wherever p is not, and is rounded to
+    something near. The same for the row sums.
     """
     plain = is_causal and attn_mask is None and dropout_p == 0 and q.shape == k.shape
     if q.dtype != torch.bfloat16 or not plain:
@@ -49,9 +50,9 @@ def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale
     block = max(BLOCK, math.ceil(T / 4))
     for start in range(0, T, block):
         end = min(start + block, T)
-        earlier = token[start:end] <= token[start:, None]
+        visible = token[start:end] <= token[start:, None]
         s = (q_lse[..., start:, :] @ k_1[..., start:end, :].mT).float() * scale
-        p = torch.where(earlier, s.exp(), 0)
+        p = torch.where(visible, s.exp(), 0)
         dp = (dy_sum[..., start:, :] @ v_1[..., start:end, :].mT).float()
         ds = (p * dp * scale).to(q.dtype)
         # not in place, which the compiler would refuse here; it adds all blocks in one pass
@@ -65,7 +66,7 @@ def minus(x, subtracted):
     """x (…, hs) and two columns more, whose product with ones is -subtracted (…, 1), to 16 bits.
 
     A product is summed in float32 and rounded when it is complete. The first 8 bits are split off
-    by Dekker's method (1971): the compiler would leave out a cast there and back.
+    by Dekker's method (1971): a cast to bfloat16 and back is what the compiler optimizes away.
     """
     large = (2**16 + 1) * subtracted
     high = large - (large - subtracted)

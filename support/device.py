@@ -15,7 +15,7 @@ import torch
 from torch._functorch import config as functorch_config
 from torch.nn import attention
 
-from support.attention import divide_attention
+from support.attention import replace_attention_backward
 from support.common import UserError
 
 
@@ -146,7 +146,7 @@ def compile_blocks(model, recompute: bool) -> None:
     runs as written.
     """
     keep_less(recompute)
-    divide_attention()
+    replace_attention_backward()
     torch._dynamo.config.recompile_limit = 64  # micro-batches that are tried, validation, …
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, dynamic=False)
@@ -216,9 +216,9 @@ def keep_freed_memory(device: torch.device) -> None:
     """On a CPU, has the C library keep what is freed for the next tensors of this process.
 
     Otherwise glibc maps every large tensor anew, and Linux fills each of its pages with zeros when
-    it is touched first, which takes a tenth to a quarter of a step. What is kept has holes: they
-    are 5% of the peak of the 124M, a third of the quickstart's. See mallopt(3); other C libraries
-    stay as they are.
+    it is touched first, which takes a tenth to a quarter of a step. What is kept has holes: a run
+    of the 124M takes 5% more memory, the quickstart half as much again. See mallopt(3); other C
+    libraries stay as they are.
     """
     M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
     if device.type == "cpu" and sys.platform == "linux":

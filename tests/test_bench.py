@@ -264,7 +264,7 @@ def test_what_is_alive_at_the_peak_is_known_to_the_byte():
 
 
 @pytest.mark.parametrize(
-    "path, made",
+    "operators, made",
     [
         ("Torch-Compiled Region: 0/0 CompiledFunction aten::empty_strided", "kept"),
         ("Torch-Compiled Region: 1/0 CompiledFunction aten::mm", "loss"),
@@ -273,8 +273,8 @@ def test_what_is_alive_at_the_peak_is_known_to_the_byte():
         ("aten::add", "other"),
     ],
 )
-def test_a_tensor_belongs_to_what_made_it(path, made):
-    assert anatomy.maker_of(path) == made
+def test_a_tensor_belongs_to_what_made_it(operators, made):
+    assert anatomy.maker_of(operators) == made
 
 
 def test_scoring_one_by_one_is_what_hellaswag_py_does():
