@@ -90,12 +90,7 @@ def dissect(m) -> Iterator[dict]:
                 share=row[key] / row["step"],
                 **{"of limit": limit},
             )
-        yield dict(
-            case=case,
-            part="the step",
-            ms=1000 * row["step"],
-            share=1.0,
-        )
+        yield dict(case=case, part="the step", ms=1000 * row["step"], share=1.0)
         held = {key: row[f"held {key}"] for key in MEMORY}
         keep = least_kept(m, dtype, T)
         for key, name in MEMORY.items():

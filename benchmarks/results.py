@@ -274,7 +274,7 @@ def draw_parts(figure, rows: list[dict]) -> None:
 
     axis = figure.subplots()
     cases = dict.fromkeys(row["case"] for row in rows)
-    timed = [row for row in rows if row.get("share", 1) < 1]  # neither a whole step nor memory
+    timed = [row for row in rows if "share" in row and row["part"] != "the step"]
     names = dict.fromkeys(row["part"] for row in timed)
     for i, case in enumerate(cases):
         left = 0.0

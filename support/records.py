@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-# The streams of log.txt: which value of a record, and its digits
 RECENT = 10  # of the last training losses are told as one mean: a single one is noise
+# The streams of log.txt: which value of a record, and its digits
 STREAMS = {"train": ("loss", 6), "val": ("val_loss", 4), "hella": ("hellaswag", 4)}
 
 

@@ -13,10 +13,10 @@ KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 THEIRS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def some(T: int, hs: int, sharpness: float, dtype=torch.bfloat16) -> list[torch.Tensor]:
+def some(T: int, hs: int, sharpness: float) -> list[torch.Tensor]:
     """dy, q, k, v, laid out as the model does; the logits have this standard deviation."""
     torch.manual_seed(T + hs)
-    dy, q, k, v = (torch.randn(2, T, 3, hs, dtype=dtype).transpose(1, 2) for _ in range(4))
+    dy, q, k, v = torch.randn(4, 2, T, 3, hs, dtype=torch.bfloat16).transpose(2, 3)
     return [dy, q * sharpness, k, v]
 
 
