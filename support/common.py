@@ -1,5 +1,6 @@
 """What every script shares: mistakes in a sentence, the command line, files written whole."""
 
+import atexit
 import hashlib
 import inspect
 import io
@@ -7,9 +8,10 @@ import os
 import re
 import sys
 import traceback
+from contextlib import suppress
 from dataclasses import field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 
 class UserError(ValueError):
@@ -24,8 +26,7 @@ def first_line(error: Exception) -> str:
 def run_script(main) -> None:
     """Calls `main`, as every script here ends.
 
-    A user's mistake or a failing disk is one line on stderr and exit code 1. One of several
-    processes then leaves at once: what Python does at its end may wait for the others.
+    A user's mistake or a failing disk is one line on stderr and exit code 1.
     """
     open_streams()
     code: str | int | None = 0
@@ -33,6 +34,7 @@ def run_script(main) -> None:
     try:
         processes = count_processes()
         main()
+        sys.stdout.flush()
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # below the flags, the examples
             print(sys.modules["__main__"].__doc__)
@@ -46,12 +48,27 @@ def run_script(main) -> None:
     except Exception:
         traceback.print_exc()
         code = 1
-    if code and processes > 1:
-        if isinstance(code, str):
-            print(code, file=sys.stderr)
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else 1)
+    if processes > 1:
+        leave(code)
     sys.exit(code)
+
+
+def leave(code: str | int | None) -> NoReturn:
+    """Ends one of several processes as sys.exit would, but without taking Python apart.
+
+    After an error that may wait for the others. And gloo's threads live for as long as anything
+    holds their group (zero1, fsdp and modules that PyTorch imports late do): one that frees a
+    tensor while Python ends aborts the process.
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    if not code:
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(code or 0)
 
 
 def count_processes() -> int:
