@@ -24,9 +24,10 @@ def first_line(error: Exception) -> str:
 
 
 def run_script(main) -> None:
-    """Calls `main`, as every script here ends.
+    """Runs `main` and exits; every script here ends with this call.
 
-    A user's mistake or a failing disk is one line on stderr and exit code 1.
+    A UserError or any OSError (a failing disk, say) is one line on stderr and exit code 1; other
+    errors have their traceback. Where nobody reads stdout any more, the script has done its work.
     """
     open_streams()
     code: str | int | None = 0
@@ -54,17 +55,17 @@ def run_script(main) -> None:
 
 
 def leave(code: str | int | None) -> NoReturn:
-    """Ends one of several processes as sys.exit would, but without taking Python apart.
+    """Exits one of several processes without the interpreter's finalization.
 
-    After an error that may wait for the others. And gloo's threads live for as long as anything
-    holds their group (zero1, fsdp and modules that PyTorch imports late do): one that frees a
-    tensor while Python ends aborts the process.
+    After an error the finalization may wait for the other processes. After a good end it aborts
+    the process if one of gloo's threads needs the GIL then, to free a tensor: they live as long
+    as anything refers to their group, as ZeRO, FSDP and torch.distributed.nn do.
     """
     if isinstance(code, str):
         print(code, file=sys.stderr)
         code = 1
     if not code:
-        atexit._run_exitfuncs()
+        atexit._run_exitfuncs()  # what libraries leave for the end
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):
             stream.flush()

@@ -229,9 +229,9 @@ def seconds_to_first_step(process: subprocess.Popen) -> float:
     return time.time() - began
 
 
-# Rank 1's part of the sum comes while rank 0 has left `main` and does not let another thread have
-# the interpreter: gloo's, which frees the tensor, waits for it when Python begins to end.
-A_LATE_SUM = """
+# Rank 1 joins the sum two seconds late, when rank 0 has left its group and spins with the GIL. Rank
+# 0's gloo thread, the last that holds the tensor, waits for the GIL until the interpreter ends.
+LATE_ALL_REDUCE = """
 import sys, time
 import torch
 import torch.distributed as dist
@@ -243,11 +243,11 @@ held = []
 
 def main():
     with World("cpu") as world:
-        held.append(dist.group.WORLD)  # as zero1, fsdp and what PyTorch imports late do
+        held.append(dist.group.WORLD)  # as ZeRO, FSDP and torch.distributed.nn do
         time.sleep(2 * world.rank)
         dist.all_reduce(torch.ones(1), async_op=True)
-        time.sleep(2 * world.rank)
-    print(f"rank {world.rank} is done")
+        time.sleep(2 * world.rank)  # its group stays until the sum is made
+    print(f"rank {world.rank} is done", flush=True)  # later it would let go of the GIL
     sys.setswitchinterval(1000)
     end = time.monotonic() + 5
     while time.monotonic() < end:
@@ -261,7 +261,7 @@ run_script(main)
 def test_a_rank_that_ends_while_gloo_frees_a_tensor_is_not_taken_for_one_that_died(tmp_path):
     """It aborted: "terminate called without an active exception", and torchrun ended the others."""
     script = tmp_path / "late.py"
-    script.write_text(A_LATE_SUM)
+    script.write_text(LATE_ALL_REDUCE)
     done = run_script(script, ranks=2, PYTHONPATH=str(ROOT))
     assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
