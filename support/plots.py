@@ -367,12 +367,14 @@ def plot_comparison(result: dict):
     unit, label = pick_unit([run["tokens"][-1] for run in whole], "tokens")
     for arm, color in zip(result["arms"], itertools.cycle(COLORS)):
         style = dict(color=color, linewidth=1.2, alpha=0.8, marker="o", markersize=3)
-        losses.plot([], [], label=arm["name"], **style)
+        tuned = f", {result['sweep']} {arm['value']:g}" if result["sweep"] else ""
+        losses.plot([], [], label=arm["name"] + tuned, **style)
         for run in arm["runs"]:
             if run["val_loss"] is not None:
                 losses.plot(np.array(run["tokens"][1:]) / unit, run["losses"][1:], **style)
     if whole:  # the fall of the first tenth may lie above the view
-        losses.set_ylim(top=max(run["losses"][max(1, len(run["losses"]) // 10)] for run in whole))
+        top = max(run["losses"][max(1, len(run["losses"]) // 10)] for run in whole)
+        losses.set_ylim(top=top + 0.05 * (top - losses.dataLim.y0))
     losses.set(xlabel=label, ylabel="validation loss", title="a line for each seed")
     losses.locator_params(axis="x", nbins=6)
     losses.xaxis.set_major_formatter("{x:,g}")

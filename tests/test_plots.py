@@ -275,17 +275,20 @@ def test_a_comparison_has_a_line_a_run_and_a_mean_beside_the_dots_of_each_arm():
         for last in lasts:
             losses = None if last is None else [9, 5, last]
             runs.append(dict(val_loss=last, losses=losses, tokens=[0, 10**6, 2 * 10**6]))
-        return dict(name=name, runs=runs, against=against)
+        return dict(name=name, value=0.004, runs=runs, against=against)
 
     better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
     arms = [arm("base", 4, 4), arm("better", 2.9, 3.1, **better), arm("worse", 4, None)]
-    losses, differences = plots.plot_comparison(dict(arms=arms)).axes
+    losses, differences = plots.plot_comparison(dict(arms=arms, sweep="")).axes
     drawn = [line.get_ydata().tolist() for line in losses.lines if len(line.get_ydata())]
     assert drawn == [[5, 4], [5, 4], [5, 2.9], [5, 3.1], [5, 4]], "not the one that diverged"
     assert losses.get_xlabel() == "tokens (millions)"
     assert losses.get_legend_handles_labels()[1] == ["base", "better", "worse"]
+    assert losses.get_ylim()[1] > 5, "the highest point is whole"
     assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
     assert [label.get_text() for label in differences.get_yticklabels()] == ["better", "worse"]
+    swept = plots.plot_comparison(dict(arms=arms, sweep="learning_rate")).axes[0]
+    assert swept.get_legend_handles_labels()[1][0] == "base, learning_rate 0.004"
 
 
 @pytest.mark.parametrize(
