@@ -192,6 +192,14 @@ def describe_sweep(result: dict) -> list[str]:
 
 
 def warn(arm: dict) -> str:
-    """A sentence if the best value is the smallest or largest that was tried."""
+    """What makes the choice of the best value doubtful: it is at an end, or another is as good."""
     ends = (arm["tried"][0][0], arm["tried"][-1][0])
-    return "; the best is at an end, one beyond it may be better" if arm["value"] in ends else ""
+    text = "; the best is at an end, one beyond it may be better" if arm["value"] in ends else ""
+    losses = [run["val_loss"] for run in arm["runs"]]
+    if None not in losses:
+        near = dict(arm["tried"])[arm["value"]] + 2 * statistics.stdev(losses)
+        close = [f"{v:g}" for v, loss in arm["tried"] if loss is not None and loss < near]
+        close.remove(f"{arm['value']:g}")
+        if close:
+            text += f"; {' and '.join(close)} may be as good: nearer than twice what a seed varies"
+    return text

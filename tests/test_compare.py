@@ -197,6 +197,18 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(
         compare.tune(x, x.arms[0])
 
 
+def test_the_page_doubts_a_best_value_at_an_end_or_with_another_as_near_as_chance():
+    arm = dict(name="it", value=2.0, runs=[curve(9, 5.0), curve(9, 5.1), curve(9, 5.2)])
+    tried = [[1.0, 5.19], [2.0, 5.0], [4.0, 5.21], [8.0, None]]
+    lines = paired.describe_sweep(
+        dict(sweep="learning_rate", tuned=[7], arms=[dict(arm, tried=tried)])
+    )
+    row = "- it: 1: 5.1900, **2: 5.0000**, 4: 5.2100, 8: diverged; "
+    assert lines[-1] == row + "1 may be as good: nearer than twice what a seed varies"
+    assert "is at an end" in paired.warn(dict(arm, tried=tried[1:]))
+    assert paired.warn(dict(arm, tried=[[1.0, 6.0], *tried[1:]])) == ""
+
+
 def test_the_example_of_widening_is_true():
     assert doctest.testmod(compare) == (0, 1)
 
