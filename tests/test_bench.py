@@ -203,10 +203,11 @@ def test_every_other_hot_path_stands_beside_its_plain_version_and_its_limit(monk
 
 def test_the_anatomy_of_a_step_is_all_of_it_part_by_part(monkeypatch, tmp_path):
     monkeypatch.setattr(turns, "Worker", HereWorker)
-    monkeypatch.setattr(anatomy.inductor_config.cpp, "enable_kernel_profile", False)
     monkeypatch.setattr(anatomy, "CASES", [(torch.float32, 48), (torch.bfloat16, 24)])
     m = machine()
-    rows = list(anatomy.dissect(m))
+    # dissect sets this in our process; monkeypatch would delete it at the end, not restore it
+    with anatomy.inductor_config.patch("cpp.enable_kernel_profile", False):
+        rows = list(anatomy.dissect(m))
     assert [row["case"] for row in rows] == 20 * ["float32, T 48"] + 20 * ["bfloat16, T 24"]
     for one_case in (rows[:20], rows[20:]):
         *parts, step = [row for row in one_case if "ms" in row]
