@@ -2,7 +2,6 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
-PART ?= all
 # What is installed on a machine with PyTorch, transformers, tiktoken, pytest and hypothesis but no
 # package index, besides: `make wheels` where there is an index, then carry .wheels there.
 CARRIED := tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
@@ -53,11 +52,30 @@ torture: .venv/requirements-torture
 bench: setup
 	@$(PY) bench.py
 
-# the first hour on a GPU, or one PART of it: tests ladder batch paths scaling training
+# What only a GPU can show, without a network. Logs, tables and plots are left in benchmarks/DEVICE;
+# a command that fails does not stop the next. At the end a run is killed and resumed: the same bits?
 gpu: PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu: SHORT := --data-dir data/stdlib --max-steps 20 --warmup-steps 5 --val-every 20 --val-tokens 262144 --hellaswag-every 0 --sample-every 0 --checkpoint-every 10
+gpu: EXAMPLES := $(firstword $(wildcard hellaswag/hellaswag_val.jsonl ../shared/data/hellaswag_val_1000.jsonl))
 gpu:
 	@test ! -d .wheels || $(PY) -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
-	@PYTHONPATH=.wheels/installed:$$PYTHONPATH $(PY) benchmarks/first_hour.py --part $(PART)
+	@export PYTHONUNBUFFERED=1 PYTHONPATH=.wheels/installed:$$PYTHONPATH; \
+	out=benchmarks/$$($(PY) -c 'import re, torch; print(re.sub(r"\W+", "-", torch.cuda.get_device_name()))') || { echo "make gpu: there is no GPU here"; exit 1; }; \
+	run() { log=$$out/$$1.log; shift; echo "> $$*"; { timeout 15m "$$@" || echo "FAILED with $$?: $$*"; } 2>&1 | tee $$log; }; \
+	bench() { name=$$1; shift; run $$name $(PY) bench.py --out $$out/$$name "$$@"; }; \
+	rm -rf log/gpu; mkdir -p $$out log/gpu; \
+	run tests $(PY) -m pytest -p no:cacheprovider tests/test_cuda.py; \
+	bench ladder; bench against --against hf; bench sweep --sweep batch; bench generate --generate; bench scaling --scaling; \
+	bench hellaswag --hellaswag --examples 200 --hellaswag-path="$(EXAMPLES)"; \
+	run data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
+	run training $(PY) train_gpt2.py $(SHORT) --log-dir log/gpu/free; cp log/gpu/free/loss.png $$out/training.png; \
+	run whole $(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/whole; \
+	$(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/cut > $$out/cut.log 2>&1 & pid=$$!; \
+	while kill -0 $$pid 2> /dev/null && ! test -d log/gpu/cut/ckpt_000010; do sleep 0.1; done; kill -9 $$pid; wait $$pid; \
+	run resumed $(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/cut --resume auto; \
+	run same_losses cmp log/gpu/whole/log.txt log/gpu/cut/log.txt; \
+	run same_weights cmp log/gpu/whole/ckpt_000020/model.safetensors log/gpu/cut/ckpt_000020/model.safetensors; \
+	! grep FAILED $$out/*.log
 
 wheels:
 	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)

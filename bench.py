@@ -1,367 +1,382 @@
 """The scoreboard: how fast is a training step here, and how far is that from the hardware's limit?
 
 python bench.py                            each technique added in turn, up to what training uses
-python bench.py --against hf --attention   any of the other comparisons, see --help
-python bench.py --report A.json B.json     the results of several machines in one table and plot
+python bench.py --against hf --generate    other comparisons, see --help
 
-What is compared takes turns (benchmarks/turns.py); figures are medians of turns.
+The sides of a comparison take turns (benchmarks/turns.py). Figures are medians of turns.
 """
 
+import json
 import math
 import os
+import random
 import shlex
 import sys
-import time
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+import tyro
 
-from benchmarks.anatomy import dissect
-from benchmarks.hot_paths import (
-    compare_attention,
-    compare_generation,
-    compare_scoring,
-    compare_tokenizing,
-    compare_validation,
-)
-from benchmarks.results import print_report, read_result, write_result
-from benchmarks.training_step import training
+from benchmarks import sides
 from benchmarks.turns import Side, measure
-from config import GPT2_SIZES
+from config import GPT2_SIZES, out_of_range
+from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import read_flags, run_script
-from support.device import dtype_name, free_memory, pick_device, pick_dtype, why_not_compile
+from support.common import run_script
+from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
-from support.peaks import peak_flops
+from support.plots import BLUE, PALE, new_figure, tidy
 from support.report import describe_run
 
-ModelName = Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"]
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
 
 
 @dataclass
 class BenchConfig:
-    """Measure the training step and the other hot paths. Without a flag: the ladder."""
+    """Measures the training step and other hot paths.
 
-    # -- comparison: What to measure.
-    ladder: bool = False  # each technique added in turn; what runs when nothing else is asked for
-    sweep: Literal["", "batch"] = ""  # batch: micro-batches of 1, 2, 4, … until memory ends
-    scaling: bool = False  # 1, 2, 4, 8 processes, as many as there are GPUs (or cores)
-    against: Literal["", "hf"] = ""  # hf: transformers' GPT-2, eager and compiled, the same AdamW
-    optimizers: bool = False  # what Muon costs beside AdamW
-    anatomy: bool = False  # where the time and memory of a step go, part by part; on a CPU
-    attention: bool = False  # attention alone, fused and written out, by sequence length
-    generate: bool = False  # 128 tokens with and without a KV cache; limit: the memory's bandwidth
-    validation: bool = False  # eager, and with compiled blocks
-    hellaswag: bool = False  # in batches and one example at a time; limit: the matmul peak
-    data: bool = False  # text to shards, by build-nanogpt's loop too; limit: the bare tokenizer
-    report: tuple[str, ...] | None = None  # only these JSON files, in one table and one plot
+    Without a flag: the ladder, one technique after the other added to a plain step.
+    """
 
-    # -- size: How much of it.
-    model: ModelName = "gpt2"  # its size; tiny is for tests
+    against: Literal["", "hf"] = ""  # hf: compare with transformers' GPT-2, eager and compiled
+    sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … until memory ends
+    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (on a CPU they share it)
+    generate: bool = False  # generate 128 tokens, also with transformers
+    hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
+    data: bool = False  # turn text into shards, beside build-nanogpt's loop
+
+    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size
     batch_size: int = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
     sequence_length: int = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
-    max_batch: int = 128  # where --sweep batch ends at the latest
+    max_batch: int = 128  # the largest micro-batch of --sweep
     rounds: int = 3  # turns of each side
     turn: float = 0.5  # seconds that a turn takes at least: short runs are repeated
-    hellaswag_path: str = ""  # a jsonl file for --hellaswag; empty = download it
-    examples: int = 48  # of HellaSwag, drawn at random: the first ones of the file are short
-    megabytes: int = 50  # of text for --data
+    hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
+    examples: int = 48  # of HellaSwag, drawn at random
+    megabytes: int = 50  # of text, for --data
 
-    # -- computation: How it computes, and where the results go.
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
-    compile: bool = True  # torch.compile, where there is a compiler
-    out: str = "log/bench"  # results go to OUT.json and OUT.png
+    compile: bool = True  # use torch.compile, where there is a compiler
+    out: str = "log/bench"  # the results go to OUT.json and OUT.png
 
 
-def check_flags(config: BenchConfig) -> list[str]:
-    """Every problem of the flags, a sentence each; an empty list if there is none."""
-    least = dict(
-        rounds=1,
-        turn=0,
-        max_batch=1,
-        batch_size=0,
-        sequence_length=0,
-        examples=1,
-        megabytes=1,
-    )
-    problems = []
-    for name, n in least.items():
-        value = getattr(config, name)
-        if not n <= value < math.inf:  # nan is neither
-            problems.append(f"--{name.replace('_', '-')} {value}: at least {n} is expected")
-    if config.report == ():
-        problems.append("--report: name the JSON files that bench.py wrote, one or more")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        own = "bench.py starts its own processes"
-        problems.append(f"{own}: use python bench.py --scaling, not torchrun")
-    return problems
-
+RANGES = [
+    ("rounds max_batch examples megabytes", lambda x: x >= 1, "at least 1"),
+    ("turn batch_size sequence_length", lambda x: x >= 0, "0 or more"),
+]
 
 # -- the machine
 
 
-@dataclass
 class Machine:
-    """What the comparisons share: the flags, their defaults filled in, and the hardware."""
+    """The flags, with their defaults filled in, and what this machine can do."""
 
-    config: BenchConfig
-    device: torch.device
-    dtype: torch.dtype  # what training would use here
-    why: str
-    why_eager: str
-    peaks: dict[str, tuple[float, str]]  # precision: operations a second, source
-    notes: list[str] = field(default_factory=list)  # what a reader of the table has to know
+    def __init__(self, config: BenchConfig):
+        self.device = pick_device(config.device)
+        self.on_cpu = self.device.type == "cpu"
+        self.on_gpu = self.device.type == "cuda"
+        B, T = (4, 256) if self.on_cpu else (16, 1024)
+        self.config = replace(
+            config,
+            batch_size=config.batch_size or B,
+            sequence_length=config.sequence_length or T,
+        )
+        self.size = MODELS[config.model]
+        self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
+        self.compile = config.compile and not why_not_compile(self.device)
+        torch.set_float32_matmul_precision("high")  # as in training
+        self.peak, self.peak_source = peak_flops(self.device, self.dtype)
 
-    @property
-    def size(self) -> dict[str, int]:
-        return MODELS[self.config.model]
+    def measure(self, compared: Iterable[Side], chain: bool = False) -> Iterator[dict]:
+        return measure(compared, self.device.type, self.config.rounds, self.config.turn, chain)
 
-    def peak(self, dtype: torch.dtype, tf32: bool = False) -> float:
-        """Operations a second at most; with tf32, float32's matmuls are done in TF32."""
-        name = dtype_name(dtype)
-        if tf32 and dtype == torch.float32:
-            name = "tf32"
-        return self.peaks[name][0]
-
-    def measure(self, sides: Iterable[Side]) -> Iterator[dict]:
-        return measure(list(sides), self.device, self.config.rounds, self.config.turn)
-
-    def step(self, name: str, base: int = 0, processes: int = 1, **changes) -> Side:
+    def step(self, name: str, processes: int = 1, **changes) -> Side:
         """The step as training takes it here, with changes of the options of `training`."""
         options: dict = dict(
             B=self.config.batch_size,
             T=self.config.sequence_length,
             size=self.size,
             dtype=self.dtype,
-            tf32="tf32" in self.peaks,
-            compile=not self.why_eager,
+            tf32=self.on_gpu,
             flash=True,
             pad_vocab_to=128,
             own_loss=True,
-            fused=self.device.type in ("cuda", "cpu"),
-            recompute=self.device.type == "cpu",
-            keep_memory=self.device.type == "cpu",
+            fused=self.on_cpu or self.on_gpu,
+            compile=self.compile,
+            recompute=self.on_cpu and self.compile,
+            keep_memory=self.on_cpu,
         )
-        options.update(changes)
+        options |= changes
+        with torch.device("meta"):
+            flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
         return Side(
-            name=name,
-            make=training,
-            options=options,
+            name,
+            sides.training,
+            options,
             amount=processes * options["B"] * options["T"],
-            base=base,
-            limits=self.limit_tokens(options, processes),
+            peak=self.peak * (processes if self.on_gpu else 1) / flops,
             processes=processes,
         )
 
-    def limit_tokens(self, options: dict, processes: int) -> dict[str, float]:
-        """Tokens a second at the peak of the step's own precision, and at that of 16 bits."""
-        with torch.device("meta"):
-            flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
-        half = torch.float16 if "float16" in self.peaks else torch.bfloat16
-        devices = processes if self.device.type == "cuda" else 1
-        return {
-            "MFU": devices * self.peak(options["dtype"], options["tf32"]) / flops,
-            "MFU bf16": devices * self.peak(half) / flops,
-        }
-
-
-def look_around(config: BenchConfig) -> Machine:
-    """Fills the flags in, and finds or measures the peaks of the device."""
-    device = pick_device(config.device)
-    B, T = (4, 256) if device.type == "cpu" else (16, 1024)
-    config = replace(
-        config,
-        batch_size=config.batch_size or B,
-        sequence_length=config.sequence_length or T,
-    )
-    dtype, why = pick_dtype(device, config.dtype)
-    why_eager = why_not_compile(device) if config.compile else "--no-compile"
-    half = torch.float16 if dtype == torch.float16 else torch.bfloat16
-    torch.set_float32_matmul_precision("highest")
-    peaks = {
-        "float32": peak_flops(device, torch.float32),
-        dtype_name(half): peak_flops(device, half),
-    }
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        torch.set_float32_matmul_precision("high")
-        peaks["tf32"] = peak_flops(device, torch.float32)
-    return Machine(config, device, dtype, why, why_eager, peaks)
-
 
 # -- the comparisons: each yields the rows of its table
+
+TECHNIQUES = {  # of the ladder: the option of `training` that each changes, and from what
+    "+ TF32 matmuls": ("tf32", False),
+    "+ autocast to 16 bits": ("dtype", torch.float32),
+    "+ fused attention": ("flash", False),
+    "+ vocabulary of 50304": ("pad_vocab_to", 1),
+    "+ the model's own loss": ("own_loss", False),
+    "+ fused AdamW": ("fused", False),
+    "+ torch.compile": ("compile", False),
+    "+ cheap activations recomputed": ("recompute", False),
+    "+ freed memory kept": ("keep_memory", False),
+}
 
 
 def climb_ladder(m: Machine) -> Iterator[dict]:
     """Each technique on top of those before it, from a plain step to what training does here.
 
-    A technique that training does not use here is left out; or only measured, and the next one
-    does not build on it: bfloat16 on a CPU that is slower at it, recomputation on a GPU.
+    A technique that training does not use on this machine is left out.
     """
-    plain = m.step(
-        "float32, eager",
-        dtype=torch.float32,
-        tf32=False,
-        compile=False,
-        flash=False,
-        pad_vocab_to=1,
-        fused=False,
-        own_loss=False,
-        recompute=False,
-        keep_memory=False,
-    )
-    used = m.step("").options  # what training does here
-    sides = [plain]
-    at = 0  # the row that the next one builds on
-    for name, option, value in list_techniques(m):
-        kept = option == "B" or used[option] == value
-        worth_a_look = option == "dtype" or (option == "recompute" and used["compile"])
-        if not kept and not worth_a_look:
-            m.notes.append(f"left out: {name}, which training does not use here")
-            continue
-        options = sides[at].options | {option: value}
-        sides.append(m.step(name, base=at, **options))
-        if kept:
-            at = len(sides) - 1
-        else:
-            why = f" ({m.why})" if option == "dtype" else ""
-            left = f"training leaves it{why}, and what follows builds on the row before it"
-            m.notes.append(f"{name!r} is only measured: {left}")
-    yield from m.measure(sides)
+    used = m.step("").options
+    options: dict = dict(TECHNIQUES.values())
+    rungs = [m.step("float32, eager", **options)]
+    for name, (option, plain) in TECHNIQUES.items():
+        if used[option] != plain:
+            options[option] = used[option]
+            rungs.append(m.step(name, **options))
+    more = m.config.batch_size * (2 if m.on_cpu else 4)
+    rungs.append(m.step(f"+ micro-batch of {more}", B=more))
+    yield from m.measure(rungs, chain=True)
 
 
-def list_techniques(m: Machine) -> list[tuple]:
-    """The steps of the ladder: name, the option of `training` that each changes, and to what."""
-    B = m.config.batch_size
-    more = 2 * B if m.device.type == "cpu" else 4 * B
-    half = m.dtype if m.dtype != torch.float32 else torch.bfloat16
-    return [
-        ("+ TF32 matmuls", "tf32", True),
-        (f"+ {dtype_name(half)} autocast", "dtype", half),
-        ("+ torch.compile", "compile", True),
-        ("+ fused attention", "flash", True),
-        ("+ vocabulary of 50304", "pad_vocab_to", 128),
-        ("+ fused AdamW", "fused", True),
-        ("+ the model's own loss", "own_loss", True),
-        ("+ cheap activations recomputed", "recompute", True),
-        ("+ freed memory kept", "keep_memory", True),
-        (f"+ micro-batch {B} → {more}", "B", more),
-    ]
+def compare_transformers(m: Machine) -> Iterator[dict]:
+    """transformers' GPT-2 with the same AdamW and precision, and the step of training."""
+    theirs: dict = dict(hf=True, keep_memory=False)
+    compared = [m.step("transformers, eager", **theirs, compile=False)]
+    if m.compile:
+        compared.append(m.step("transformers, compiled", **theirs))
+    compared.append(m.step("this repository"))
+    yield from m.measure(compared)
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
     """Micro-batches of 1, 2, 4, … until memory ends.
 
-    On a CPU only until it could end: there the system kills a process instead of raising an error.
+    On a CPU the sweep ends earlier: there the system kills processes instead of raising an error.
     """
-    free = free_memory(m.device)
-    room = (4 * 2**30 if free is None else free) / 1e9  # 4 GB where the system does not say
-    memory_gb = 0
+    free = free_memory(m.device) or 4e9  # a system that does not say has 4 GB
+    free_gb = free / 1e9 if m.on_cpu else math.inf
     B = 1
-    while B <= m.config.max_batch:
-        if m.device.type == "cpu" and 2 * memory_gb > room:
-            needed = f"it could need {2 * memory_gb:.0f} of the {room:.0f} GB free"
-            m.notes.append(f"ended before B {B}: {needed}")
-            return
+    needed_gb = 0.0
+    while B <= m.config.max_batch and needed_gb < free_gb:
         [row] = m.measure([m.step(f"B {B}", B=B)])
         yield row
-        if "error" in row:
-            return
-        memory_gb = row["memory_gb"]
         B *= 2
+        needed_gb = 2 * row.get("memory_gb", math.inf)
 
 
 def scale_processes(m: Machine) -> Iterator[dict]:
     """The same micro-batch on each of 1, 2, 4, 8 processes, gradients averaged as in training."""
-    most = torch.cuda.device_count()
-    if m.device.type != "cuda":
-        most = os.cpu_count() or 1
-        m.notes.append("the processes share the same cores: the ideal is the speed of one process")
-    yield from m.measure(m.step(f"{n} process(es)", processes=n) for n in (1, 2, 4, 8) if n <= most)
+    most = torch.cuda.device_count() if m.on_gpu else os.cpu_count() or 1
+    yield from m.measure(m.step(f"{n} process(es)", n) for n in (1, 2, 4, 8) if n <= most)
 
 
-def compare_transformers(m: Machine) -> Iterator[dict]:
-    """transformers' GPT-2, the same AdamW and precision, and the step as training takes it."""
-    theirs = dict(hf=True, recompute=False, keep_memory=False)
-    sides = [m.step("transformers, eager", compile=False, **theirs)]
-    if not m.why_eager:
-        sides.append(m.step("transformers, compiled", **theirs))
-    sides.append(m.step("this repository"))
-    yield from m.measure(sides)
+def compare_generation(m: Machine) -> Iterator[dict]:
+    """Generation for 1 and 4 prompts."""
+    ways = ["transformers", "ours, eager"]
+    if m.compile:
+        ways.append("ours, compiled")
+    for rows in (1, 4):
+        compared = []
+        for name in ways:
+            how = dict(hf=name == "transformers", compile=name == "ours, compiled")
+            options = dict(rows=rows, size=m.size, dtype=m.dtype) | how
+            compared.append(Side(f"{name}, {rows} × 128", sides.generation, options, rows * 128))
+        yield from m.measure(compared)
 
 
-def compare_optimizers(m: Machine) -> Iterator[dict]:
-    """AdamW and Muon after one micro-batch, and how much of a step of 0.5M tokens Muon takes."""
-    tokens = m.config.batch_size * m.config.sequence_length
-    every = f"an update every {tokens:,} tokens"
-    sides = [m.step(f"{every}: AdamW"), m.step(f"{every}: Muon", optimizer="muon")]
-    adamw, muon = m.measure(sides)
-    yield adamw
-    yield muon
-    if "ms" in adamw and "ms" in muon:
-        more = muon["ms"] - adamw["ms"]
-        part = more / (adamw["ms"] * 524288 / tokens)
-        of = f"{part:.1%} of a step of 524,288 tokens on this device"
-        m.notes.append(f"Muon takes {more:,.0f} ms more, once a step: {of}")
+def compare_scoring(m: Machine) -> Iterator[dict]:
+    """HellaSwag as build-nanogpt scores it, and as training does."""
+    examples = list(iterate_examples("val", m.config.hellaswag_path))
+    examples = random.Random(0).sample(examples, min(m.config.examples, len(examples)))
+    options = dict(examples=examples, size=m.size, dtype=m.dtype)
+    compared = []
+    for name, batched in {"one example at a time": False, "in batches": True}.items():
+        how = dict(batched=batched, compile=batched and m.compile)
+        compared.append(Side(name, sides.scoring, how | options, len(examples), "examples/s"))
+    for row in m.measure(compared):
+        yield row | dict(options=None)  # the examples would fill the record
 
 
-BENCHMARKS = {
-    "ladder": climb_ladder,
-    "sweep": sweep_batch_sizes,
-    "scaling": scale_processes,
-    "against": compare_transformers,
-    "optimizers": compare_optimizers,
-    "anatomy": dissect,
-    "attention": compare_attention,
-    "generate": compare_generation,
-    "validation": compare_validation,
-    "hellaswag": compare_scoring,
-    "data": compare_tokenizing,
+def compare_tokenizing(m: Machine) -> Iterator[dict]:
+    """Text to tokens by build-nanogpt's pool, and to shards by fineweb.py."""
+    ways = {
+        "build-nanogpt's pool, nothing written": sides.classic_pool,
+        "fineweb.py, with its start": sides.fineweb_script,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/text.jsonl"
+        megabytes = sides.write_documents(path, m.config.megabytes)
+        compared = [
+            Side(name, make, dict(path=path), megabytes, "MB/s") for name, make in ways.items()
+        ]
+        for row in m.measure(compared, chain=True):
+            yield row | dict(memory_gb=None)  # a side does not know that of its other processes
+
+
+BENCHMARKS = {  # flag: what it runs, and the title of its picture
+    "ladder": (climb_ladder, "A training step, each technique added to those before it"),
+    "against": (compare_transformers, "A training step, beside Hugging Face's transformers"),
+    "sweep": (sweep_batch_sizes, "A training step, by the micro-batch B"),
+    "scaling": (scale_processes, "A training step on several processes"),
+    "generate": (compare_generation, "Generation of 128 tokens"),
+    "hellaswag": (compare_scoring, "Scoring HellaSwag"),
+    "data": (compare_tokenizing, "Text to token shards"),
 }
+
+
+def run_benchmarks(config: BenchConfig) -> dict:
+    """Runs the comparisons that are asked for. After each row, OUT.json has all rows so far."""
+    m = Machine(config)
+    result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size)
+    result["command"] = f"python bench.py {shlex.join(sys.argv[1:])}".strip()
+    result["why"] = m.why
+    result["peak"] = (m.peak, m.peak_source)
+    result["benchmarks"] = {}
+    asked = [name for name in BENCHMARKS if getattr(config, name, False)]
+    for name in asked or ["ladder"]:
+        rows: list[dict] = []
+        result["benchmarks"][name] = dict(rows=rows)
+        compare, _ = BENCHMARKS[name]
+        for row in compare(m):
+            rows.append(row)
+            Path(f"{config.out}.json").write_text(json.dumps(result, indent=1, default=str))
+    return result
+
+
+# -- the report
+
+COLUMNS = {  # of a table, where a row has them: heading and format
+    "name": ("", ""),
+    "median": ("", ",.1f"),
+    "ms": ("ms", ",.1f"),
+    "beside": ("base beside it", ",.1f"),
+    "ratio": ("× base", ""),
+    "MFU": ("MFU", ".1%"),
+    "memory_gb": ("peak GB", ".2f"),
+    "start_s": ("start s", ".1f"),
+    "loss": ("first loss", ".4f"),
+    "right": ("right", ".0f"),
+    "tokens": ("tokens", ",.0f"),
+    "error": ("failed", ""),
+}
+LEGEND = """MFU: part of the peak that is named above
+× base: times as fast as the base: the median of turns side by side, and their range
+start: seconds from a new process to the end of its first run, compiled
+first loss: models of one kind and micro-batch begin with the same weights and tokens"""
+
+
+def print_report(result: dict, out: str) -> None:
+    """Prints a table for each comparison, and draws OUT.png."""
+    peak, source = result["peak"]
+    device = result["device"]
+    print(f"\n{describe_size(result)}, {device['threads']} CPU threads, revision {result['git']}")
+    print(f"training uses {result['dtype']} here ({result['why']})")
+    print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
+    for name, found in result["benchmarks"].items():
+        print(f"\n{name}\n{format_table(found['rows'])}")
+    plot_benchmarks(result).savefig(f"{out}.png")
+    print(f"\nplot: {out}.png")
+
+
+def describe_size(result: dict) -> str:
+    config = result["config"]
+    size = f"{config['batch_size']} × {config['sequence_length']:,} tokens"
+    return f"{config['model']}, {size}, on {result['device']['name']}"
+
+
+def describe_ratio(row: dict) -> str:
+    """How many times as fast as its base a row is, the range of that, and what it shows."""
+    if "speedup" not in row:
+        return ""
+    ratio = row["speedup"]
+    low = row.get("speedup_low", ratio)  # an old record has no range, nor has a single turn
+    high = row.get("speedup_high", ratio)
+    if low == high:
+        return f"{ratio:.2f} × (no range)"
+    shown = "no difference shown"
+    if low > 1:
+        shown = "faster"
+    elif high < 1:
+        shown = "slower"
+    return f"{ratio:.2f} × ({low:.2f} to {high:.2f}): {shown}"
+
+
+def format_table(rows: list[dict]) -> str:
+    """The rows as an aligned Markdown table with the columns that they have."""
+    columns = []
+    for key, (heading, spec) in COLUMNS.items():
+        heading = rows[0].get("unit", "") if key == "median" else heading
+        values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
+        cells = ["" if value is None else format(value, spec) for value in values]
+        if any(cells):
+            width = max(len(cell) for cell in [heading, *cells])
+            align = ">" if spec else "<"
+            column = [heading, "-" * width, *cells]
+            columns.append([f"{cell:{align}{width}}" for cell in column])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
+def plot_benchmarks(result: dict):
+    """A picture of a result: a panel for each comparison, a bar for each row."""
+    panels = {}
+    for name, found in result["benchmarks"].items():
+        if rows := [row for row in found["rows"] if "median" in row]:
+            panels[name] = rows
+    height = 1.7 + 0.45 * max(map(len, panels.values()), default=0)  # inches
+    figure, axes = new_figure(max(1, len(panels)), 1, height)
+    for axis, (name, rows) in zip(axes, panels.items(), strict=False):
+        _, title = BENCHMARKS.get(name, ("", name))  # an old record may have others
+        axis.set_title(title, fontsize=10)
+        draw_bars(axis, rows)
+    figure.suptitle(describe_size(result), fontsize=10)
+    figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
+    return figure
+
+
+def draw_bars(axis, rows: list[dict]) -> None:
+    """For each row a bar as long as it is fast; above it, that of its base in the same turns."""
+    places = np.arange(len(rows))
+    labels = [f"{row['median']:,.1f}   {describe_ratio(row)}" for row in rows]
+    axis.barh(places - 0.17, [row.get("beside", 0) for row in rows], height=0.34, color=PALE)
+    bars = axis.barh(places + 0.17, [row["median"] for row in rows], height=0.34, color=BLUE)
+    axis.bar_label(bars, labels, padding=4, fontsize=9)
+    axis.set_yticks(places, [row["name"] for row in rows])
+    axis.invert_yaxis()
+    axis.margins(x=0.75)  # room for the labels
+    axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' per second')} (longer is faster)")
+    tidy(axis)
 
 
 # -- the command
 
 
-def run_benchmarks(config: BenchConfig) -> dict:
-    """The comparisons that are asked for; OUT.json has what is known so far after each row."""
-    m = look_around(config)
-    with World(config.device) as world:
-        result = describe_run(m.config, world, m.dtype, m.config.batch_size)
-    result["command"] = f"python bench.py {shlex.join(sys.argv[1:])}".strip()
-    result["why"] = m.why
-    result["peaks"] = m.peaks
-    result["benchmarks"] = {}
-    asked = [name for name in BENCHMARKS if getattr(config, name)]
-    for name in asked or ["ladder"]:
-        rows: list[dict] = []
-        m.notes = []
-        for row in BENCHMARKS[name](m):
-            rows.append(row)
-            result["benchmarks"][name] = dict(rows=rows, notes=m.notes)
-            write_result(config.out, result)
-    write_result(config.out, result)  # with the last notes
-    return result
-
-
 def main() -> None:
-    config = read_flags(BenchConfig)
-    problems = check_flags(config)
+    config: Any = tyro.cli(BenchConfig)
+    problems = out_of_range(config, RANGES)
     if problems:
         print("\n".join(f"bench.py: {problem}" for problem in problems), file=sys.stderr)
         sys.exit(2)
     Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    if config.report:
-        print_report([read_result(path) for path in config.report], config.out)
-        return
-    start = time.perf_counter()
-    result = run_benchmarks(config)
-    print_report([result], config.out)
-    print(f"numbers: {config.out}.json; {time.perf_counter() - start:.0f} s in all")
+    print_report(run_benchmarks(config), config.out)
 
 
 if __name__ == "__main__":

@@ -1,130 +1,88 @@
-"""Which recipe is better, and how sure is it? Runs of train_gpt2.py, compared seed by seed.
+"""Which recipe is better, and how sure is it? Trains recipes with the same seeds and compares them.
 
 python compare.py --base "--preset quickstart" --arm "adamw: --optimizer adamw" \\
     --sweep learning_rate=4e-3,8e-3,1.6e-2 --seeds 4
 python compare.py --base "--preset quickstart" --arm "mine: @../my-copy --n-head 4"
 
-An arm has the base's flags and its own; @DIRECTORY names another copy of this repository. The same
-seed gives the same data in the same order and, for the same architecture, the same first weights:
-so what is judged is the difference between two runs of one seed. The same command goes on where it
-was interrupted, and trains no finished run again. OUT has compare.md, .json, .png, and the runs.
+An arm has the base's flags and its own. @DIRECTORY trains it with another copy of this repository.
+Runs of one seed read the same data in the same order. If their architecture is the same, they also
+start from the same weights. So compare.py judges the difference between two runs of one seed.
+To continue after an interruption, repeat the command. OUT receives the runs, compare.md,
+compare.json and compare.png.
 """
 
-import ast
 import hashlib
 import json
 import math
 import re
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
-from dataclasses import dataclass, field
-from datetime import timedelta
-from importlib.metadata import version
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import tyro
 from tyro.conf import UseAppendAction
 
-from support import paired, runs
-from support.common import UserError, read_flags, run_script, say, write_whole
+from support.common import UserError, run_script, say, write_whole
+from support.log import read_run
 from support.plots import plot_comparison
-from support.records import read_run
-from support.runs import Run
 from support.shards import find_shards, identify
 
 HERE = Path(__file__).parent
-# before the flags of all arms, which may say otherwise: nothing that a comparison does not need
-QUIET = "--hellaswag-every=0 --sample-every=0 --checkpoint-every=0 --checkpoint-minutes=10"
-MOST = 8  # values that a sweep may add to those that were asked for
+# Flags in front of every arm's own: a comparison needs no other evaluations
+QUIET = """--hellaswag-every=0 --sample-every=0 --checkpoint-every=0 --checkpoint-minutes=10
+    --keep-checkpoints=1"""
+PLACES = ("preset", "log_dir", "data_dir", "resume", "overwrite")  # do not change what is computed
+MOST = 8  # values that a sweep may add
+# Student's t for 95% intervals, by degrees of freedom
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 
 
 @dataclass
 class CompareConfig:
     """Trains every arm with the same seeds, one run after the other, and compares them."""
 
-    # -- comparison: What is compared, and where the results go.
-    base: str = ""  # its flags of train_gpt2.py; @DIRECTORY in front: of another copy
-    arm: UseAppendAction[tuple[str, ...]] = ()  # "name: flags", laid over base's; one for each arm
-    sweep: str = ""  # a number to tune for every arm, such as learning_rate=4e-3,8e-3
-    seeds: int = 4  # how many; with --sweep the first one tunes and only the others judge
-    data_dir: str = ""  # shards for all; empty = as the base says
-    out: str = "log/compare"  # a directory for the runs and the report
-
-
-# -- what is compared
+    base: str = ""  # flags of train_gpt2.py; begin with @DIRECTORY to use another copy
+    arm: UseAppendAction[tuple[str, ...]] = ()  # "name: flags", added to base's; repeat for more
+    sweep: str = ""  # a setting to tune for every arm, such as learning_rate=4e-3,8e-3
+    seeds: int = 4  # number of seeds; with --sweep, the first one tunes and the others judge
+    out: str = "log/compare"  # directory of the runs and the report
 
 
 @dataclass
 class Arm:
-    """One of the recipes; `value` and `tried` are filled in by the sweep."""
+    """One of the recipes, and what becomes of it."""
 
     name: str
     copy: Path  # the repository that trains it
     flags: list[str]
-    config: dict  # what the flags make of that copy's TrainConfig
-    code: str  # a hash of that copy
-    value: float | None = None  # the best
-    tried: dict[float, float] = field(default_factory=dict)  # value: loss on the first seed
+    known: dict  # what decides its losses: settings, data, code
+    tried: list = field(default_factory=list)  # by the sweep: [value, loss or None]
+    value: float | None = None  # the best of them
+    runs: list[dict] = field(default_factory=list)  # their outcomes, one for each judging seed
+    against: dict = field(default_factory=dict)  # the comparison with the base
 
 
-@dataclass
-class Comparison:
-    """All that the command line asks for, and how long the runs so far took."""
-
-    out: Path
-    arms: list[Arm]  # the base first
-    sweep: str  # the name of a field of TrainConfig, or empty
-    values: list[float]
-    tuned: list[int]  # seeds: one where there is a sweep, else none
-    judged: list[int]
-    data: dict  # the shards
-    planned: int  # runs
-    took: list[float] = field(default_factory=list)  # seconds
-
-
-def read_comparison(c: CompareConfig) -> Comparison:
-    """Raises UserError for what cannot be compared, before anything is trained."""
-    arms = read_arms(c)
-    sweep, values = read_sweep(c.sweep, arms)
-    tuning = 1 if sweep else 0
-    if c.seeds < tuning + 2:
-        raise UserError(f"--seeds {c.seeds}: at least 2 to judge, and 1 more to tune a --sweep")
-    if c.seeds > 1000:
-        raise UserError(f"--seeds {c.seeds}: at most 1000, each is a run of every arm")
-    seeds = [arms[0].config["seed"] + i for i in range(c.seeds)]
-    data_dir = Path(arms[0].config["data_dir"])
-    shards = [shard for split in ("train", "val") for shard in find_shards(data_dir, split)]
-    return Comparison(
-        out=Path(c.out),
-        arms=arms,
-        sweep=sweep,
-        values=values,
-        tuned=seeds[:tuning],
-        judged=seeds[tuning:],
-        data=identify(shards),
-        planned=len(arms) * (len(values) + c.seeds - tuning),
-    )
+# -- the command line
 
 
 def read_arms(c: CompareConfig) -> list[Arm]:
-    """The base and the others, which have its flags, its data and their own flags."""
-    last = [f"--data-dir={c.data_dir}"] if c.data_dir else []
-    base = read_arm("base", c.base, QUIET.split(), last)
-    last = [f"--data-dir={base.config['data_dir']}"]
+    """The base, then the other arms, which have its flags and their own."""
+    base = read_arm("base", c.base, QUIET.split())
     arms = [base]
     for text in c.arm:
-        name, colon, flags = text.partition(":")
-        if not colon or not re.fullmatch(r"\w[\w.+-]*", name):
-            raise UserError(f"--arm {text!r}: expected 'name: flags', the name one plain word")
-        if name in [arm.name for arm in arms]:
-            raise UserError(f"--arm {text!r}: another arm is called {name}, choose another name")
-        arms.append(read_arm(name, flags, base.flags, last))
-        ours, theirs = base.config["val_tokens"], arms[-1].config["val_tokens"]
-        if ours != theirs:
-            raise UserError(f"--arm {text!r}: val_tokens is {theirs}, the base's is {ours}")
-    if len(arms) == 1:
+        name, _, flags = text.strip().partition(":")
+        if not re.fullmatch(r"\w[\w.+-]*", name) or name in [arm.name for arm in arms]:
+            raise UserError(f"--arm {text!r}: expected 'name: flags', each name one word and new")
+        arm = read_arm(name, flags, base.flags)
+        if any(arm.known[name] != base.known[name] for name in ("val_tokens", "data")):
+            raise UserError(f"--arm {text!r}: needs the same data and val_tokens as the base")
+        arms.append(arm)
+    if not c.arm:
         raise UserError('nothing to compare with the base: add --arm "name: flags"')
     return arms
 
@@ -139,213 +97,297 @@ print(json.dumps([dataclasses.asdict(asked), config.check(asked, 1)]))
 """
 
 
-def read_arm(name: str, text: str, before: list[str], after: list[str]) -> Arm:
-    """An arm from its flags; those in `before` give way to them, those in `after` do not.
-
-    The copy that is to train it says what they mean. Raises UserError for what it refuses.
-    """
-    try:
-        own = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"{name}: {text!r} has {str(error).lower()}") from None
+def read_arm(name: str, text: str, before: list[str]) -> Arm:
+    """Parses an arm's flags with the copy that trains it. Its own override those in `before`."""
+    own = shlex.split(text)
     copy = HERE
-    if own and own[0].startswith("@"):
+    if text.strip().startswith("@"):
         copy = Path(own.pop(0)[1:]).resolve()
     if not (copy / "train_gpt2.py").is_file():
         raise UserError(f"{name}: {copy} is no copy of this repository: it has no train_gpt2.py")
-    flags = [*before, *own, *after]
+    flags = [*before, *own]
     command = [sys.executable, "-c", ASK, str(copy), *flags, "--resume=auto"]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
-        raise UserError(f"{name}: train_gpt2.py does not take {text!r}\n{answer.stderr.strip()}")
+        raise UserError(f"{name}: train_gpt2.py refuses {text!r}\n{answer.stderr.strip()}")
     config, problems = json.loads(answer.stdout)
     if not config["val_every"]:
-        problems.append("val_every is 0: a comparison needs validation losses")
+        problems.append("val_every is 0, so nothing is measured")
     if problems:
         raise UserError(f"{name}: {'; '.join(problems)}")
-    return Arm(name, copy, flags, config, hash_code(copy))
+    data = Path(config["data_dir"])
+    known = {setting: value for setting, value in config.items() if setting not in PLACES}
+    known["data"] = identify(find_shards(data, "train") + find_shards(data, "val"))
+    known["code"] = hash_code(copy)
+    return Arm(name, copy, flags, known)
 
 
 def hash_code(copy: Path) -> str:
-    """A hash of all the code that training may run; comments do not count."""
-    sha256 = hashlib.sha256()
-    others = ["bench", "compare", "fineweb", "plan", "paired", "plots", "runs"]
-    for path in [*sorted(copy.glob("*.py")), *sorted(copy.glob("support/*.py"))]:
-        if path.stem not in others:
-            try:
-                sha256.update(ast.dump(ast.parse(path.read_bytes())).encode())
-            except SyntaxError as error:
-                raise UserError(f"{path}, line {error.lineno}: {error.msg}") from None
-    return sha256.hexdigest()
+    """A hash of a copy's Python files. A change to one of them makes the copy's runs new ones."""
+    files = sorted([*copy.glob("*.py"), *copy.glob("support/*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list[float]]:
-    """'learning_rate=4e-3,8e-3' -> the field of TrainConfig, and its values."""
-    if not text:
-        return "", []
+def read_sweep(text: str, base: Arm) -> tuple[str, list]:
+    """'learning_rate=4e-3,8e-3' -> the setting's name and its values, in order."""
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
-    kinds = {type(arm.config.get(name)) for arm in arms}
-    if kinds not in ({int}, {float}) or name == "seed":
-        raise UserError(f"--sweep {text}: train_gpt2.py has no number called {name!r} to tune")
-    read = int if int in kinds else float
-    try:
-        values: list[float] = sorted({read(value) for value in listed.split(",")})
-    except ValueError:
-        values = [0]
-    if not (values[0] > 0 and values[-1] < math.inf):
-        raise UserError(f"--sweep {text}: expected values above 0, as in learning_rate=4e-3,8e-3")
+    kind: type = type(base.known.get(name))
+    if kind not in (int, float):
+        raise UserError(f"--sweep {text}: {name} is no number that train_gpt2.py knows")
+    values = sorted({kind(value) for value in listed.split(",")})
+    if len(values) < 2 or values[0] <= 0:
+        raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")
     return name, values
 
 
-# -- one run
+# -- the runs
 
 
-def place_run(x: Comparison, arm: Arm, value: float | None, seed: int) -> Run:
-    """The run of an arm with a value of the sweep and a seed.
-
-    Its directory ends with a hash of configuration, data, code and PyTorch: others, another run.
-    """
-    changes: dict = {"seed": seed}
-    if value is not None:
-        changes[x.sweep] = value
-    config = arm.config | changes
-    places = ("preset", "log_dir", "data_dir", "resume", "overwrite")
-    known = [{name: config[name] for name in config.keys() - places}, x.data, arm.code]
-    text = json.dumps([*known, version("torch")], sort_keys=True)
-    words = [f"{name}_{changed}" for name, changed in sorted(changes.items())]
-    directory = "_".join([*words, hashlib.sha256(text.encode()).hexdigest()[:8]])
-    path = x.out / arm.name / directory
-    command = [sys.executable, str(arm.copy / "train_gpt2.py"), *arm.flags]
-    command += [f"--{name.replace('_', '-')}={changed}" for name, changed in changes.items()]
-    command += [f"--log-dir={path}", "--resume", "auto"]
-    return Run(" ".join([arm.name, *words]), seed, config["max_steps"], path, command)
-
-
-def train(x: Comparison, arm: Arm, value: float | None, seed: int) -> dict:
-    """Trains a run, or what is left of it -> its outcome. Raises UserError if it fails."""
-    run = place_run(x, arm, value, seed)
-    outcome = runs.find_outcome(run)
+def train(arm: Arm, changes: dict, out: Path) -> dict:
+    """Trains a run of an arm with changed settings, unless it is finished. Returns its outcome."""
+    changed = [f"{setting}={value}" for setting, value in changes.items()]
+    known = json.dumps(arm.known | changes, sort_keys=True)
+    code = hashlib.sha256(known.encode()).hexdigest()[:8]
+    directory = out / arm.name / "_".join([*changed, code])
+    if read_outcome(directory) is None:
+        if hash_code(arm.copy) != arm.known["code"]:
+            raise UserError(f"{arm.copy} has changed since the start: repeat the command")
+        say(f"{directory}: training, see output.txt there")
+        flags = arm.flags + [f"--{change}" for change in changed]
+        flags += [f"--log-dir={directory}", "--resume=auto"]
+        run_process([sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory)
+    outcome = read_outcome(directory)
     if outcome is None:
-        if hash_code(arm.copy) != arm.code:
-            raise UserError(f"{arm.copy} has changed since the start: give the command again")
-        outcome = runs.train(run)
-    x.took.append(outcome.get("seconds", [0.0])[-1])
-    left = timedelta(seconds=round(statistics.fmean(x.took) * (x.planned - len(x.took))))
-    loss = "diverged" if outcome["val_loss"] is None else f"{outcome['val_loss']:.4f}"
-    say(f"{len(x.took)} of {x.planned} | {run.name} | {loss} | left {left}")
+        raise UserError(f"{directory}: {last_line(directory) or 'ended early'}")
+    say(f"{directory}: {show_loss(outcome['val_loss'])}")
     return outcome
 
 
-# -- all runs
-
-
-def tune(x: Comparison, arm: Arm) -> None:
-    """Tries the values of the sweep, then more until the best is not at an end."""
-    missing = x.values
-    while missing:
-        for value in missing:
-            arm.tried[value] = try_value(x, arm, value)
-        arm.value = min(arm.tried, key=lambda value: arm.tried[value])
-        if arm.tried[arm.value] == math.inf:
-            raise UserError(f"{arm.name}: no {x.sweep} of {list(arm.tried)} gave a loss, try lower")
-        enough = len(arm.tried) >= len(x.values) + MOST
-        missing = [] if enough else widen(sorted(arm.tried), arm.value)
-        x.planned += len(missing)
-
-
-def try_value(x: Comparison, arm: Arm, value: float) -> float:
-    """The loss with a value of the sweep; infinity if it diverged or cannot be trained."""
+def run_process(command: list[str], directory: Path) -> None:
+    """Runs a training to its end. If this process is interrupted, the training saves and stops."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / "output.txt", "ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
-        loss = train(x, arm, value, x.tuned[0])["val_loss"]
-    except UserError as error:
-        if value in x.values:
-            raise
-        say(f"{error}")  # a value beyond those asked for may be one that cannot be
-        x.planned -= 1
-        return math.inf
-    return math.inf if loss is None else loss
+        process.wait()
+    finally:
+        process.terminate()  # if this process is interrupted; else it has no effect
+        process.wait()
 
 
-def widen(tried: list[float], best: float) -> list[float]:
-    """What to try next if the best is at an end: as far from it as its neighbour is, by ratio.
+def read_outcome(directory: Path) -> dict | None:
+    """A finished run's validation losses, and the tokens and seconds of training before each one.
 
-    >>> widen([1.0, 2.0, 4.0], 4.0), widen([1.0, 2.0, 4.0], 2.0), widen([3], 3)
-    ([8.0], [], [2, 6])
+    `val_loss` is the last loss, or None if the run diverged. Returns None for an unfinished run.
     """
-    more: list[float] = []
-    if len(tried) == 1:
-        more = [best / 2, best * 2]
-    elif best == tried[0]:
-        more = [best**2 / tried[1]]
-    elif best == tried[-1]:
-        more = [best**2 / tried[-2]]
-    more = [round(v) if isinstance(best, int) else float(f"{v:.6g}") for v in more]
-    return [value for value in more if value > 0 and value not in tried]
+    if not (directory / "log.txt").exists():
+        return None
+    run = read_run(directory)
+    if re.search(r"step \d+: the (validation )?loss is", last_line(directory)):
+        return dict(directory=directory, val_loss=None)
+    if run.records[-1]["type"] != "end":
+        return None
+    steps, losses = run.series("val_loss", "val")
+    updates, wall = run.series("wall")
+    return dict(
+        directory=directory,
+        val_loss=losses[-1],
+        losses=losses,
+        tokens=[step * run.config["total_batch_size"] for step in steps],
+        seconds=np.interp(steps, [0, *np.add(updates, 1)], [0, *wall]).tolist(),
+    )
 
 
-def compare(x: Comparison) -> dict:
-    """Trains all that is missing -> what compare.json holds."""
-    for arm in x.arms if x.sweep else []:
-        tune(x, arm)
-    judged: dict[str, list[dict]] = {arm.name: [] for arm in x.arms}
-    for seed in x.judged:  # the arms in turn: a slow hour is one for all of them
-        for arm in x.arms:
-            judged[arm.name].append(train(x, arm, arm.value, seed))
-    first = read_run(judged["base"][0]["directory"]).records[0]
-    names = ("total_batch_size", "max_steps", "val_tokens", "n_layer", "n_embd", "sequence_length")
+def last_line(directory: Path) -> str:
+    """What a run printed last: the reason, if it failed."""
+    lines = (directory / "output.txt").read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def tune(arm: Arm, sweep: str, values: list, seed: int, out: Path) -> None:
+    """Tries the values, then more until the best one is not at an end."""
+    missing = values
+    while missing and len(arm.tried) < len(values) + MOST:
+        for value in missing:
+            loss = train(arm, {sweep: value, "seed": seed}, out)["val_loss"]
+            arm.tried.append([value, loss])
+        arm.tried.sort()
+        arm.value = min(arm.tried, key=lambda tried: tried[1] or math.inf)[0]
+        missing = widen([value for value, _ in arm.tried], arm.value)
+
+
+def widen(tried: list, best: float) -> list:
+    """If the best is at an end: the value beyond it by the ratio of the two values there."""
+    neighbours = {tried[0]: tried[1], tried[-1]: tried[-2]}
+    if best not in neighbours:
+        return []
+    beyond = best**2 / neighbours[best]
+    beyond = round(beyond) if isinstance(best, int) else float(f"{beyond:.6g}")
+    return [beyond] if beyond not in (0, best) else []
+
+
+def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) -> dict:
+    """Trains what is missing. Returns the content of compare.json."""
+    judging = [arms[0].known["seed"] + i for i in range(seeds)]
+    if sweep:
+        tuning = judging.pop(0)
+        for arm in arms:
+            tune(arm, sweep, values, tuning, out)
+    for seed in judging:
+        for arm in arms:  # in turn: a slow hour slows all of them
+            changes = {sweep: arm.value} if sweep else {}
+            arm.runs.append(train(arm, changes | {"seed": seed}, out))
+    for arm in arms[1:]:
+        arm.against = compare_pairs(arm.name, arm.runs, arms[0].runs)
     return dict(
         command=f"python compare.py {shlex.join(sys.argv[1:])}",
-        sweep=x.sweep,
-        tuned=x.tuned,
-        judged=x.judged,
-        about={name: first[name] for name in ("git", "versions", "device", "dtype")},
-        base={name: x.arms[0].config[name] for name in names},
-        arms=[describe_arm(arm, judged[arm.name], judged["base"]) for arm in x.arms],
+        sweep=sweep,
+        about=read_run(arms[0].runs[0]["directory"]).records[0],
+        base=arms[0].known,
+        arms=[asdict(arm) for arm in arms],
     )
 
 
-def describe_arm(arm: Arm, judged: list[dict], base: list[dict]) -> dict:
-    tried = [[value, loss if loss < math.inf else None] for value, loss in arm.tried.items()]
+def compare_pairs(name: str, runs: list[dict], base: list[dict]) -> dict:
+    """Compares an arm's runs with the base's runs of the same seeds."""
+    if any(run["val_loss"] is None for run in [*runs, *base]):
+        return dict(verdict=f"{name} cannot be judged: a run diverged")
+    pairs = list(zip(runs, base, strict=True))
+    differences = [run["val_loss"] - other["val_loss"] for run, other in pairs]
+    mean, half = interval(differences)
+    verdict = f"{name}: no difference can be seen"
+    if abs(mean) > half:
+        side = "lower" if mean < 0 else "higher"
+        verdict = f"{name} is {side} by {show_interval(abs(mean), half)}"
     return dict(
-        name=arm.name,
-        copy=str(arm.copy) if arm.copy != HERE else "",
-        flags=shlex.join(arm.flags),
-        value=arm.value,
-        tried=sorted(tried),
-        runs=judged,
-        against={} if judged is base else paired.compare_pairs(arm.name, judged, base),
+        differences=differences,
+        mean=mean,
+        half=half,
+        verdict=verdict,
+        tokens=[reach(run, other, "tokens") for run, other in pairs],
+        seconds=[reach(run, other, "seconds") for run, other in pairs],
     )
+
+
+def interval(differences: list[float]) -> tuple:
+    """The mean of at least two differences, and half of its 95% interval (paired t)."""
+    n = len(differences)
+    # beyond the table, the series of Fisher and Cornish (1960)
+    t = T95.get(n - 1) or np.polyval([1.590, 2.556, 2.823, 2.372, 1.960], 1 / (n - 1))
+    return np.mean(differences), t * np.std(differences, ddof=1) / n**0.5
+
+
+def reach(run: dict, base: dict, by: str) -> float | None:
+    """The tokens or seconds until a run reaches the base's final loss, as a part of the base's.
+
+    None if it never does. Between evaluations we draw straight lines through the lowest losses.
+    """
+    lowest = np.minimum.accumulate(run["losses"])[::-1]  # np.interp expects rising values
+    needed = np.interp(base["val_loss"], lowest, run[by][::-1], left=math.inf)
+    return None if needed == math.inf else needed / base[by][-1]
+
+
+def show_interval(mean: float, half: float) -> str:
+    """Shows one digit of `half`, two if it begins with 1; at least two decimals."""
+    digits = max(2, -math.floor(math.log10(half / 2))) if half else 4
+    return f"{mean:.{digits}f} ± {half:.{digits}f}"
+
+
+def show_loss(loss: float | None) -> str:
+    return "diverged" if loss is None else f"{loss:.4f}"
+
+
+# -- the page
+
+EXPLANATION = """\
+Validation loss: mean and standard deviation of the seeds. Against base: the mean difference of two
+runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
+the base needs; then, for each seed, the part of it after which an arm has the base's final loss.
+Evaluations and compilation are in the minutes."""
+
+
+def write_report(result: dict) -> str:
+    """compare.json's content as a page of Markdown."""
+    about = result["about"]
+    what = "{n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens"
+    lines = [
+        f"`{result['command']}`",
+        "",
+        f"The base: {what.format(**result['base'])}. {about['device']['name']}, revision "
+        f"{about['git']}, {about['dtype']}.",
+        "",
+        "| arm | validation loss | against base | tokens | minutes |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        *[f"| {' | '.join(describe_arm(arm))} |" for arm in result["arms"]],
+        "",
+        *[f"- {arm['against']['verdict']}." for arm in result["arms"][1:]],
+        "",
+        EXPLANATION,
+    ]
+    if result["sweep"]:
+        lines += ["", f"{result['sweep']}, tuned on another seed:", ""]
+        lines += [f"- {arm['name']}: {describe_sweep(arm)}" for arm in result["arms"]]
+    return "\n".join(lines) + "\n"
+
+
+def describe_arm(arm: dict) -> list:
+    """Its row: name and loss; then how it compares with the base, or what the base needs."""
+    runs = arm["runs"]
+    against = arm["against"]
+    losses = [run["val_loss"] for run in runs]
+    if None in losses:
+        return [arm["name"], "diverged", "", "", ""]
+    cells = [arm["name"], f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"]
+    if "mean" not in against:  # the base, or an arm whose base diverged
+        minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
+        return [*cells, "", f"{runs[0]['tokens'][-1]:,}", f"{minutes:.1f}"]
+    cells.append(show_interval(against["mean"], against["half"]))
+    for parts in (against["tokens"], against["seconds"]):
+        known = ["never" if part is None else f"{part:.2f}" for part in parts]
+        cells.append(", ".join(known) if any(parts) else "never")
+    return cells
+
+
+def describe_sweep(arm: dict) -> str:
+    """The losses with the values that were tried, and reasons to doubt the best."""
+    best = arm["value"]
+    tried = dict(arm["tried"])
+    shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried.items())
+    text = f"{best:g} is the best of {shown}"
+    if best in (min(tried), max(tried)):
+        text += "; it is at an end, a value beyond it may be better"
+    spread = np.std([run["val_loss"] or math.nan for run in arm["runs"]], ddof=1)
+    near = (tried.pop(best) or math.inf) + 2 * spread
+    close = [f"{value:g}" for value, loss in tried.items() if loss and loss < near]
+    if close:
+        text += f"; {' and '.join(close)} may be as good: nearer than twice what a seed varies"
+    return text
 
 
 # -- the command
 
 
-def join_values(args: list[str]) -> list[str]:
-    """--base "--preset x" -> "--base=--preset x": these values may begin with hyphens."""
-    joined: list[str] = []
-    for arg in args:
-        if joined and joined[-1] in ("--base", "--arm"):
-            joined[-1] += f"={arg}"
-        else:
-            joined.append(arg)
-    return joined
-
-
 def main() -> None:
-    c = read_flags(CompareConfig, args=join_values(sys.argv[1:]))
+    texts = ("--base", "--arm")  # for tyro "--preset x" is a flag, " --preset x" a value
+    args = [f" {value}" if flag in texts else value for flag, value in pairwise(sys.argv)]
+    c = tyro.cli(CompareConfig, args=args)
+    out = Path(c.out)
     try:
-        x = read_comparison(c)
-    except UserError as error:
+        arms = read_arms(c)
+        sweep, values = read_sweep(c.sweep, arms[0]) if c.sweep else ("", [])
+        if c.seeds < (3 if sweep else 2):
+            raise UserError(f"--seeds {c.seeds}: at least 2 to judge, and 1 more to tune a --sweep")
+    except ValueError as error:  # a UserError, or "No closing quotation"
         print(f"compare.py: {error}", file=sys.stderr)
         sys.exit(2)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    result = compare(x)
-    report = paired.write_report(result)
-    write_whole(x.out / "compare.md", report.encode())
-    write_whole(x.out / "compare.json", json.dumps(result, indent=1).encode())
-    plot_comparison(result).savefig(x.out / "compare.png")
-    say(f"\n{report}\nkept as {x.out}/compare.md, compare.json and compare.png")
+    result = compare(arms, sweep, values, c.seeds, out)
+    report = write_report(result)
+    write_whole(out / "compare.md", report.encode())
+    write_whole(out / "compare.json", json.dumps(result, indent=1, default=str).encode())
+    plot_comparison(result).savefig(out / "compare.png")
+    say(f"\n{report}\nkept as compare.md, compare.json and compare.png in {out}")
 
 
 if __name__ == "__main__":

@@ -8,11 +8,11 @@ losses per token. build-nanogpt and llm.c do the same; lm-evaluation-harness's a
 bytes instead, and its own `hellaswag` task rewrites the texts.
 """
 
+import hashlib
 import json
 import math
-import os
-import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,253 +27,356 @@ from support import tokenizer
 from support.common import UserError, run_script, write_whole
 from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
 from support.distributed import World
-from support.examples import check_example, iterate_examples
 from support.generation import pad
-from support.rows import PADDING, PARTS, ROW, Batch, Row, join, lay_out, make_batches
 
-# acc and acc_norm on all of val, from build-nanogpt's hellaswag.py
-PUBLISHED = {"gpt2": (0.2859, 0.2955), "gpt2-xl": (0.3842, 0.4893)}
+URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/"
+BLOB_IDS = {  # git's hashes of these files
+    "train": "1997e15fe638ef2aeec6993471159295cd75aab7",
+    "val": "0f5ee25d72216f12317d5d8a7b92deafa423d81e",
+    "test": "7a4b590ea240595f468bfbc7f2c744e5eef72da5",
+}
 
 
 # -- examples
 
 
-def load_examples(split: str, path: str | Path, limit: int, world: World) -> list[dict]:
-    """The examples of a split, or of the file at `path`, on every process; with a limit, the first.
+def download(split: str) -> Path:
+    """The official file of a split (train, val or test), downloaded to hellaswag/ if not there.
 
-    The main process reads before the others, so that only one downloads. Where one process fails,
-    all raise UserError.
+    Raises OSError if the network or the disk fails (in seconds if there is no network), and
+    UserError if the file is not the official one.
     """
-    examples: list[dict] = []
-    problem = ""
-    for main_reads in (True, False):
-        if world.is_main == main_reads:
-            try:
-                for example in iterate_examples(split, path):
-                    examples.append(example)
-                    if len(examples) == limit:
-                        break
-            except UserError as error:
-                problem = str(error)
-        world.raise_together(problem)
-    return examples
+    import requests
+    from requests.adapters import HTTPAdapter, Retry
+
+    path = Path("hellaswag") / f"hellaswag_{split}.jsonl"
+    if not path.exists():
+        retry = Retry(2, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
+        with requests.Session() as session:
+            session.mount(URL, HTTPAdapter(max_retries=retry))
+            answer = session.get(URL + path.name, timeout=(3, 20))  # seconds to connect, to wait
+            answer.raise_for_status()
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, answer.content)
+    content = path.read_bytes()
+    if hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() != BLOB_IDS[split]:
+        raise UserError(f"{path} is not HellaSwag's official file: delete it to download it again")
+    return path
 
 
-def encode_example(example: dict, encode) -> tuple[list[int], list[list[int]]]:
-    """The tokens of the context, and of each ending, which begins with a space as in a sentence."""
+def iterate_examples(split="val", path: str | Path = ""):
+    """Yields the examples of the jsonl file at `path`, or else of a split, which it may download.
+
+    Each is a dict with the text `ctx`, four texts `endings`, and `label`, the index of the right
+    one (the split test has no labels). Raises UserError if it cannot read them, and at the first
+    line that is not an example.
+    """
+    try:
+        path = path or download(split)
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise UserError(
+            f"HellaSwag cannot be read ({error}): name its jsonl file by --path "
+            "(train_gpt2.py, fineweb.py: --hellaswag-path)"
+        ) from error
+    if not any(lines):
+        raise UserError(f"{path} is empty: download it again")
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield parse_example(line, f"{path}, line {number}")
+
+
+def parse_example(line: bytes, where: str) -> dict:
+    """A line of a file as an example. Raises UserError, which begins with `where`."""
+    with suppress(ValueError, RecursionError):
+        match example := json.loads(line):
+            case {"ctx": str(context), "endings": [str(), str(), str(), str()]} if context:
+                if str(example.get("label", 0)) in ("0", "1", "2", "3"):
+                    return example
+    raise UserError(
+        f"{where} is {line[:60]!r}: JSON with a `ctx`, 4 `endings` and a `label` from 0 to "
+        "3 was expected; remove the line, or download the file again"
+    )
+
+
+def load_examples(split: str, path, limit: int, world: World) -> list:
+    """The examples of `iterate_examples`, or the first `limit` of them, on every process.
+
+    Only the main process reads them. If it fails, every process raises UserError.
+    """
+    examples = []
+    with world.together():
+        if world.is_main:
+            examples = list(iterate_examples(split, path))
+    return world.share(examples[: limit or None])
+
+
+def encode_example(example: dict, encode) -> tuple:
+    """The tokens of the context and of each ending. A space comes before each ending."""
     return encode(example["ctx"]), [encode(" " + ending) for ending in example["endings"]]
 
 
-def render_example(example: dict) -> tuple[torch.Tensor, torch.Tensor, int]:
+def render_example(example: dict) -> tuple:
     """An example as build-nanogpt lays it out: tokens (4, N), mask (4, N), label.
 
     Row i is the context and ending i, padded with zeros at the right; the mask is 1 on the ending.
-    Raises UserError for a dict that is no labelled example.
     """
-    check_example(example, "this example")
-    if "label" not in example:
-        raise UserError("this example has no label: only the splits train and val have labels")
     context, endings = encode_example(example, tokenizer.encode)
     tokens = [context + ending for ending in endings]
     mask = [[0] * len(context) + [1] * len(ending) for ending in endings]
     return pad(tokens), pad(mask), int(example["label"])
 
 
-# -- prepared for a model
+# -- rows: contexts and endings, packed
+
+ROW = 384  # tokens in a row: about two examples, one long and one short
+PARTS = 5  # of one context: itself and its four endings
+PADDING = (0, 0, -1)  # a column that fills up a row: token, pos, part
+
+
+@dataclass
+class Row:
+    """One row of a batch: contexts, each with some of its endings behind it, side by side.
+
+    A causal model's output for a token depends on this token and earlier ones, never on later ones.
+    So the context's outputs are the same before every ending, and one pass serves all four. Each
+    ending behaves as if it came right after the context, for two reasons: its positions continue
+    the context's, and the attention mask hides the other endings. The context `a b c` with the
+    endings `d e` and `f g h`:
+
+        tokens   a b c d f g
+        pos      0 1 2 3 3 4
+        part     0 0 0 1 2 2      0: the context; 1 to 4: an ending
+
+        a sees   a
+        b sees   a b
+        c sees   a b c            and predicts d, and f
+        d sees   a b c d          and predicts e
+        f sees   a b c   f        and predicts g
+        g sees   a b c   f g      and predicts h
+
+    The last token of an ending predicts nothing, so the row does not contain it. `targets` has
+    (column, token, slot) for each token of the endings: the column that predicts it, the token, and
+    the number of its ending, counted over the endings of all examples.
+
+    The next context follows in the same row. Its positions begin at 0, its parts at another
+    multiple of 5. Its tokens see no token of the first example.
+    """
+
+    columns: list[tuple]  # of (token, pos, part)
+    targets: list[tuple]  # of (column, token, slot)
+
+    def __len__(self):
+        return len(self.columns)
+
+
+def lay_out(context: list, endings: list, slot: int, width: int) -> list[Row]:
+    """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it.
+
+    slot: the number of the first ending. The drawing in `Row`, with 1 to 8 for a to h:
+
+    >>> [row] = lay_out(context=[1, 2, 3], endings=[[4, 5], [6, 7, 8]], slot=0, width=16)
+    >>> row.columns
+    [(1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 1), (6, 3, 2), (7, 4, 2)]
+    >>> row.targets
+    [(2, 4, 0), (3, 5, 0), (2, 6, 1), (4, 7, 1), (5, 8, 1)]
+    """
+    rows: list[Row] = []
+    for i, ending in enumerate(endings, slot):
+        if not rows or len(rows[-1]) + len(ending) - 1 > width:
+            part = PARTS * i  # another one than any other context's
+            rows.append(Row([(token, pos, part) for pos, token in enumerate(context)], []))
+        row = rows[-1]
+        part += 1
+        column = len(context) - 1  # the context's last token predicts the ending's first
+        for pos, token in enumerate(ending, len(context)):
+            row.targets.append((column, token, i))
+            column = len(row)
+            row.columns.append((token, pos, part))
+        row.columns.pop()
+    return rows
+
+
+def join(rows: list[Row], width: int) -> list:
+    """Puts rows behind one another, into fewer rows of at most `width` tokens.
+
+    Each row, the longest first, goes to the fullest row that still has room for it. (This is best
+    fit decreasing, from bin packing. It leaves 1% of HellaSwag's rows empty.)
+    """
+    joined = []
+    with_room: list[list] = [[] for _ in range(width)]  # by columns that are still free
+    for row in sorted(rows, key=len, reverse=True):
+        hosts = next(filter(None, with_room[len(row) :]), None)
+        if hosts:
+            host = hosts.pop()
+            start = len(host)
+            host.targets += [(start + column, *target) for column, *target in row.targets]
+            host.columns += row.columns
+            row = host
+        else:
+            joined.append(row)
+        with_room[width - len(row)].append(row)
+    return joined
+
+
+def make_batches(rows, width: int, budget: int) -> list:
+    """Batches of B rows of similar length: about `budget` tokens, or one row.
+
+    A batch is two int64 tensors: columns (B, T, 3), each a token, pos and part, with the same B and
+    T in all batches; and targets (P, 4), each a row, column, token and slot.
+    """
+    rows = sorted(rows, key=len, reverse=True)
+    count = math.ceil(len(rows) / max(1, budget // len(rows[0])))
+    B = math.ceil(len(rows) / count)
+    rows += [Row([], [])] * (B * count - len(rows))
+    batches = []
+    for start in range(0, len(rows), B):
+        some = rows[start : start + B]
+        columns = [row.columns + [PADDING] * (width - len(row)) for row in some]
+        targets = [(b, *target) for b, row in enumerate(some) for target in row.targets]
+        batches.append((torch.tensor(columns), torch.tensor(targets)))
+    return batches
+
+
+# -- scores
+
+CPU_TOKENS = 1536  # in a batch
+GPU_TOKENS = 16384
 
 
 @dataclass
 class Prepared:
     """N examples, tokenized and laid out for a model."""
 
-    batches: list[Batch]
+    batches: list[tuple]
     lengths: np.ndarray  # (N, 4): the tokens of the endings
     labels: np.ndarray  # (N,): the right endings; -1 where unknown
     truncated: int  # how many examples had to be cut
 
 
-def prepare(examples, model, device, encode=None, tokens_per_batch=0) -> Prepared:
+def prepare(examples, model: GPT, device) -> Prepared:
     """Examples as batches for one model, on the CPU: once, for any number of evaluations.
 
-    For our GPT all batches have one shape, so that compiled blocks are compiled once; models of
-    transformers take no mask like ours, and get one ending a row. encode: the model's tokenizer,
-    str -> ids, if it is not GPT-2's. tokens_per_batch: 0 = what suits the device. What is prepared
-    already is returned as it is. Raises UserError for malformed or no examples, and for a model
-    with another vocabulary.
+    All batches have one shape, so blocks are compiled only once. If the longest ending does not fit
+    behind the context, the context loses its oldest tokens. An ending that is too long by itself
+    loses its last tokens. Returns prepared examples as they are. Raises UserError for a model with
+    another vocabulary.
     """
     if isinstance(examples, Prepared):
         return examples
-    model = uncompiled(model)
-    if encode is None:
-        tokenizer.check_vocabulary("the model", model.config.vocab_size)
-        encode = tokenizer.encode
-    examples = list(examples)
-    if not examples:
-        raise UserError("there are no examples to score: pass at least one")
-    budget = tokens_per_batch
-    if not budget:
-        budget = 1536 if torch.device(device).type == "cpu" else 16384
-    window = context_window(model)
-    is_ours = isinstance(model, GPT)
-    width = min(ROW, window) if is_ours else 0
-    rows, lengths, truncated = lay_out_all(examples, encode, window, width)
-    if is_ours:
-        width = max(width, max(len(row.tokens) for row in rows))
-        rows = join(rows, width)
-    labels = np.array([int(example.get("label", -1)) for example in examples])
-    return Prepared(make_batches(rows, budget, width), lengths, labels, truncated)
-
-
-def lay_out_all(examples: list[dict], encode, window: int, width: int):
-    """-> the rows of all examples, the endings' lengths (N, 4), how many examples had to be cut.
-
-    window: the most tokens that the model can read. Where an example's longest ending does not fit
-    behind the context, the context loses its oldest tokens, and an ending that is too long by
-    itself its last ones. width: see `lay_out`.
-    """
-    rows: list[Row] = []
-    lengths = np.zeros((len(examples), 4), dtype=np.int64)
+    tokenizer.check_vocabulary("the model", model.config.vocab_size)
+    window = model.config.block_size
+    width = min(ROW, window)
+    rows = []
+    lengths = []
+    labels = []
     truncated = 0
     for n, example in enumerate(examples):
-        check_example(example, f"example {n}")
-        context, endings = encode_example(example, encode)
+        context, endings = encode_example(example, tokenizer.encode)
         room = window + 1 - max(map(len, endings))  # for the context
         if len(context) > room:
             truncated += 1
             context = context[-max(1, room) :]
             endings = [ending[:window] for ending in endings]
-        lengths[n] = [len(ending) for ending in endings]
-        rows += lay_out(context, endings, slot=4 * n, width=width)
-    return rows, lengths, truncated
+        lengths.append(list(map(len, endings)))
+        labels.append(int(example.get("label", -1)))
+        rows += lay_out(context, endings, 4 * n, width)
+    width = max(width, *map(len, rows))
+    budget = CPU_TOKENS if torch.device(device).type == "cpu" else GPU_TOKENS
+    batches = make_batches(join(rows, width), width, budget)
+    return Prepared(batches, np.array(lengths), np.array(labels), truncated)
 
 
-def context_window(model) -> int:
-    """The most tokens that our GPT, or a model of transformers, can read; some have no limit."""
-    ours = getattr(model.config, "block_size", None)
-    theirs = getattr(model.config, "max_position_embeddings", None)
-    return ours or theirs or 1 << 30
-
-
-# -- scores
-
-
-def attention_mask(part: torch.Tensor) -> torch.Tensor:
-    """part (B, T), as in rows.Row -> (B, 1, T, T), True where a column may attend to another.
+def attention_mask(part):
+    """part (B, T), as in Row -> (B, 1, T, T), True where a column may attend to another.
 
     A token sees its own part and its context (part 0 for 1 to 4, 5 for 6 to 9, …), nothing later.
     Padding sees padding: a row of the mask without a True would make the softmax NaN.
     """
     query = part[:, :, None]
     key = part[:, None, :]
-    context = query // PARTS * PARTS
-    return ((key == query) | (key == context)).tril()[:, None]
+    return ((key == query) | (key == query // PARTS * PARTS)).tril()[:, None]
 
 
-def token_losses(model, batch: Batch) -> torch.Tensor:
-    """−log p of the batch's P targets: (P,) float32, in nats."""
-    if isinstance(model, GPT):
-        x = model.hidden(batch.tokens, batch.pos, attention_mask(batch.part))  # (B, T, C)
-        to_logits = model.logits
-    else:
-        is_token = (batch.part != PADDING).long()
-        x = model(input_ids=batch.tokens, attention_mask=is_token, use_cache=False).logits
-        to_logits = torch.nn.Identity()  # x is (B, T, V) already
-    b, column = batch.predicted_at.T
-    x = x[b, column]  # (P, C) or (P, V)
+def token_losses(model: GPT, columns, targets):
+    """−log p of the P targets of a batch: (P,) float32, in nats."""
+    tokens, pos, part = columns.unbind(-1)
+    x = model.hidden(tokens, pos, attention_mask(part))  # (B, T, C)
+    row, column, target, _ = targets.T
     at_once = 128 if x.device.type == "cpu" else 2048  # a CPU's cache should hold float32 logits
     losses = []
-    for some, y in zip(x.split(at_once), batch.targets.split(at_once), strict=True):
-        logits = to_logits(some).float()
+    for some, y in zip(x[row, column].split(at_once), target.split(at_once), strict=True):
+        logits = model.logits(some).float()
         losses.append(logits.logsumexp(-1) - logits.gather(-1, y[:, None])[:, 0])
     return torch.cat(losses)
 
 
 @torch.no_grad()
 def score(
-    model,
-    examples,
-    device,
-    *,
-    world=None,
-    dtype=torch.float32,
-    progress=False,
-    stop=None,
-    tokens_per_batch=0,
-    encode=None,
-) -> tuple[np.ndarray, np.ndarray, int]:
+    model: GPT, examples, device, *, world=None, dtype=torch.float32, progress=False, stop=None
+):
     """-> losses (N, 4), lengths (N, 4), truncated: the endings' summed losses and their tokens.
 
     The losses are in nats, float64; truncated is how many examples were cut to fit the model. The
     arguments are those of `evaluate`, but labels may be missing.
     """
     device = torch.device(device)
-    model = uncompiled(model)
-    prepared = prepare(examples, model, device, encode, tokens_per_batch)
+    prepared = prepare(examples, model, device)
     batches = prepared.batches
-    # The batches are the same for any number of processes, and so are the losses. Every process
-    # runs the model equally often, because a sharded model gathers its weights from all of them
-    # each time: in the last round, some repeat a batch for nothing.
     rank = world.rank if world else 0
     size = world.size if world else 1
+    # Every process runs the model equally often, because a sharded model gathers its weights from
+    # all of them. In the last round some repeat a batch for nothing.
     turns = range(rank, rank + len(batches), size)
-    disable = None if progress and rank == 0 else True  # None: shown where somebody watches
-    slots: list[torch.Tensor] = []
-    losses: list[torch.Tensor] = []
+    hidden = None if progress and rank == 0 else True  # None: shown where somebody watches
+    found = []
     with evaluation_mode(model), autocast(device, dtype):  # one autocast casts the weights once
-        for turn in tqdm(turns, "HellaSwag", disable=disable, leave=False):
-            batch = batches[turn % len(batches)]
-            loss = token_losses(model, Batch._make(x.to(device) for x in batch))
+        for turn in tqdm(turns, "HellaSwag", disable=hidden, leave=False):
+            columns, targets = batches[turn % len(batches)]
+            losses = token_losses(model, columns.to(device), targets.to(device))
             if turn < len(batches):
-                slots.append(batch.slots)
-                losses.append(loss)
-            if stop is not None:
+                found.append((targets[:, 3], losses))
+            if stop:
                 stop.check()
     total = torch.zeros(prepared.lengths.size, dtype=torch.float64)
-    if losses:
-        total.index_add_(0, torch.cat(slots), torch.cat(losses).cpu().double())
+    for slots, losses in found:
+        total.index_add_(0, slots, losses.cpu().double())
     if world:
         total = world.sum(total)
     return total.view(-1, 4).numpy(), prepared.lengths, prepared.truncated
 
 
-def uncompiled(model):
-    """The model inside torch.compile's wrapper, if there is one."""
-    return getattr(model, "_orig_mod", model)
-
-
-def evaluate(model, examples, device, *, encode=None, tokens_per_batch=0, **options) -> dict:
-    """How often our GPT, or a causal language model of transformers, finds the right ending.
+def evaluate(model: GPT, examples, device, **options) -> dict:
+    """How often a GPT finds the right ending.
 
     Returns acc (smallest summed loss), acc_norm (smallest mean loss per token of the ending),
     acc_stderr, acc_norm_stderr, num_correct, num_correct_norm, total and num_truncated (contexts
     cut at the left).
 
-    examples: dicts, or what `prepare` made of them for this model; `prepare` explains encode and
-    tokens_per_batch. The options go to `score`. world: the processes that share the work; each gets
-    the same result. dtype: autocast to it. progress: show a bar. stop: its check() is called after
-    each batch, and may raise. Leaves the training mode and all random state alone. Raises UserError
-    for malformed, unlabelled or no examples, for a model with another vocabulary, and for one whose
-    losses are not finite.
+    examples: dicts, or what `prepare` made of them for this model. The options go to `score`.
+    world: the processes that share the work; each gets the same result. dtype: autocast to it.
+    progress: show a bar. stop: its check() is called after each batch, and may raise. Leaves the
+    training mode and all random state alone. Raises UserError for examples without labels, for a
+    model with another vocabulary, and for one whose losses are not finite.
     """
-    prepared = prepare(examples, model, device, encode, tokens_per_batch)
-    labels = prepared.labels
-    if labels.min() < 0:
+    prepared = prepare(examples, model, device)
+    if prepared.labels.min() < 0:
         raise UserError("examples without labels cannot be scored: use the split val or train")
     losses, lengths, truncated = score(model, prepared, device, **options)
     if not np.isfinite(losses).all():
         raise UserError(
-            "the model's losses are infinite or not a number: its weights are spoiled, or too "
-            "large for this precision; try float32, else another checkpoint"
+            "the model's losses are infinite or not a number: its weights are damaged, or too "
+            "large for this precision; try --dtype float32 or another checkpoint"
         )
-    total = len(labels)
-    result = {}
+    total = len(losses)
+    result = {"total": total, "num_truncated": truncated}
     for suffix, values in {"": losses, "_norm": losses / lengths}.items():
-        correct = int((values.argmin(1) == labels).sum())
+        correct = int((values.argmin(1) == prepared.labels).sum())
         acc = correct / total
         result[f"acc{suffix}"] = acc
         result[f"acc{suffix}_stderr"] = math.sqrt(acc * (1 - acc) / max(1, total - 1))
         result[f"num_correct{suffix}"] = correct
-    return result | {"total": total, "num_truncated": truncated}
+    return result
 
 
 # -- the command
@@ -297,9 +400,6 @@ def main() -> None:
     config = tyro.cli(HellaSwagConfig)
     if config.limit < 0:
         raise UserError(f"--limit {config.limit}: 0 (all examples) or more was expected")
-    output = Path(os.path.realpath(config.json))
-    if config.json:
-        check_output(output)
     with World(config.device) as world:
         keep_freed_memory(world.device)
         examples = load_examples("val", config.path, config.limit, world)
@@ -308,50 +408,21 @@ def main() -> None:
         start = time.perf_counter()
         result = evaluate(model, examples, world.device, world=world, dtype=dtype, progress=True)
         seconds = time.perf_counter() - start
-        if not world.is_main:
-            return
+    if world.is_main:
         precision = dtype_name(dtype)
-        where = f"{world.size} × {world.device.type}, {precision}"
-        report(config.model, result, complete=not config.path and not config.limit)
-        print(f"{result['total']} examples in {seconds:.1f} s on {where}")
+        for suffix, meaning in {"": "summed loss", "_norm": "mean loss per token"}.items():
+            print(
+                f"acc{suffix:5} {result['acc' + suffix]:.4f} ± {result[f'acc{suffix}_stderr']:.4f}",
+                f" {result['num_correct' + suffix]}/{result['total']}",
+                f" (smallest {meaning} of the ending)",
+            )
+        print(
+            f"{result['total']} examples, {result['num_truncated']} of them cut to fit the model,",
+            f"in {seconds:.1f} s on {world.size} × {world.device.type}, {precision}",
+        )
         if config.json:
             run = dict(model=config.model, path=config.path, dtype=precision, seconds=seconds)
-            record = run | result
-            write_whole(output, (json.dumps(record, indent=2) + "\n").encode())
-
-
-def check_output(path: Path) -> None:
-    """Raises UserError unless a file can be written there: before the work, not behind it."""
-    if path.is_dir():
-        raise UserError(f"--json {path} is a directory: name a file in it")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise UserError(
-            f"--json {path}: no file can be made in {path.parent} ({error.strerror}); "
-            "name a directory that is there and may be written"
-        ) from None
-
-
-def report(model: str, result: dict, complete: bool) -> None:
-    """Prints what `evaluate` found and what it means.
-
-    complete: these are all examples of val, so what others found for this model belongs beside it.
-    """
-    meanings = {
-        "": "smallest summed loss of the ending",
-        "_norm": "smallest mean loss per token of the ending",
-    }
-    for i, (suffix, meaning) in enumerate(meanings.items()):
-        acc = result[f"acc{suffix}"]
-        stderr = result[f"acc{suffix}_stderr"]
-        correct = result[f"num_correct{suffix}"]
-        if complete and model in PUBLISHED:
-            meaning += f"; published {PUBLISHED[model][i]:.4f}"
-        print(f"acc{suffix:5} {acc:.4f} ± {stderr:.4f}  {correct}/{result['total']}  ({meaning})")
-    if result["num_truncated"]:
-        print(f"{result['num_truncated']} contexts were cut at the left to fit the model")
+            write_whole(Path(config.json), json.dumps(run | result, indent=2).encode())
 
 
 if __name__ == "__main__":

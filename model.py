@@ -6,10 +6,10 @@ hs = C / nh channels each, V = vocab_size.
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from support import generation, hf, hf_write
+from support import generation, hf
 from support.common import UserError
 from support.fingerprint import Fingerprint, take_fingerprint, without_padding
 from support.memory import loss_rows
-from support.shards import TokenStream
+from support.shards import Shard, find_shards
 from support.tokenizer import VOCAB_SIZE
 
-# Marks a field that may change when a checkpoint goes on: the model it makes computes the same.
+# Marks a field that does not change what the model computes: a resumed run may set it anew.
 HARMLESS = {"harmless": True}
 
 
@@ -37,9 +37,9 @@ class GPTConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    # The embedding has rows up to a multiple of this, in memory only: matrix units like it.
+    # Pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it.
     pad_vocab_to: int = field(default=128, metadata=HARMLESS)
-    # Recompute each block in the backward pass instead of keeping its activations.
+    # The backward pass recomputes each block instead of keeping its activations.
     activation_checkpointing: bool = field(default=False, metadata=HARMLESS)
 
     @property
@@ -56,12 +56,12 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
     def forward(self, x, mask=None, cache=None):
-        """(B, T, C) -> (B, T, C). What is passed decides the mode:
+        """(B, T, C) -> (B, T, C). There are four modes:
 
-        neither: training; a token attends to itself and to earlier tokens.
-        mask (B, 1, T, T): HellaSwag; the mask says which tokens a token attends to.
-        cache: prefill; it attends as in training, and stores the keys and values.
-        cache and mask (B, 1, 1, S): decode, T = 1; the new token attends to stored ones.
+        no mask, no cache: training. A token attends to itself and to earlier tokens.
+        mask (B, 1, T, T): HellaSwag. The mask says which tokens a token attends to.
+        cache: prefill. Tokens attend as in training; the cache stores their keys and values.
+        cache and mask (B, 1, 1, S): decode, T = 1. The new token attends to the stored ones.
         """
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)
@@ -112,12 +112,12 @@ class Block(nn.Module):
 class LinearCrossEntropy(torch.autograd.Function):
     """The mean cross-entropy of logits x Wᵀ that never exist all at once.
 
-    It is F.cross_entropy(x @ weight.t(), targets, ignore_index=-1), but for the padding. All logits
-    would be the largest tensor of a micro-batch. A row with softmax p and one-hot target t has
-    loss = logsumexp(x Wᵀ) - (x Wᵀ)·t, dlogits = p - t, dx = dlogits W, and adds dlogitsᵀ x to dW.
-    Only some rows exist at a time, so `forward` makes the gradients of the sum too, and `backward`
-    scales them to those of the mean. The idea is Cut Your Losses' and Liger Kernel's (both 2024);
-    torch.compile fuses what is between the matmuls.
+    It computes F.cross_entropy(x @ weight.t(), targets, ignore_index=-1) without the padding. The
+    logits would be the largest tensor of a micro-batch, so only some rows exist at a time. For a
+    row with softmax p and one-hot target t: loss = logsumexp(x Wᵀ) - (x Wᵀ)·t, dlogits = p - t,
+    dx = dlogits W, dW += dlogitsᵀ x. `backward` would have to compute the logits again, so
+    `forward` computes these gradients, of the sum, and `backward` scales them to the mean. The
+    idea is from Cut Your Losses and Liger Kernel (2024). torch.compile fuses what is between.
     """
 
     @staticmethod
@@ -142,8 +142,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             lse = logits.logsumexp(-1, keepdim=True)
             loss_sum += torch.where(counted, lse - logits.gather(1, y.clamp(min=0)), 0).sum()
             if with_grad:
-                # p - t, in the memory of the logits. Not divided by n yet: small ones would become
-                # zero in float16.
+                # p - t, in the memory of the logits. Dividing by n here would turn small values
+                # into zeros in float16.
                 dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
                 dx.append(dlogits @ w * counted)
                 dw += sum_of_products(dlogits, x_chunk * counted)
@@ -164,8 +164,8 @@ def sum_of_products(dlogits, x):
     """dlogitsᵀ x: dlogits (rows, V), between -1 and 1, and x (rows, C) -> (V, C).
 
     float16 ends at 65504, and a sum over thousands of rows may be larger. GradScaler cannot prevent
-    it: it multiplies the loss, which is computed after this sum. So x is first multiplied by a
-    power of two, at most 1, that keeps every sum in range; the result is divided by it in float32.
+    that: it scales the loss, which comes after this sum. So we multiply x by a power of two that
+    keeps every sum in range, and divide the result by it in float32.
     """
     if x.dtype != torch.float16:
         return dlogits.t() @ x
@@ -176,7 +176,7 @@ def sum_of_products(dlogits, x):
 
 
 def make_optimizer(params, optimizer_class, **options) -> torch.optim.Optimizer:
-    """The default for one process; World.make_optimizer can also divide the optimizer's state."""
+    """An optimizer for one process. World.make_optimizer can also divide its state."""
     return optimizer_class(params, **options)
 
 
@@ -186,20 +186,15 @@ class GPT(nn.Module):
     forward = hidden, then loss (with targets) or logits (without)
     hidden  = embed, then blocks (every Block, then the last layer norm)
 
-    HellaSwag calls hidden with a mask; generation calls embed, blocks and logits with a cache.
+    HellaSwag calls hidden with a mask. Generation calls embed, blocks and logits with a cache.
     """
 
-    transformer: Any  # an nn.ModuleDict, of whose parts a type checker knows nothing
+    transformer: Any  # an nn.ModuleDict; a type checker does not know its parts
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        if config.n_embd % config.n_head:
-            raise UserError(
-                f"n_embd {config.n_embd} does not divide by n_head {config.n_head}: "
-                "heads must be of equal width"
-            )
         self.config = config
-        with torch.device("meta"):  # without memory and random numbers: init_weights fills it
+        with torch.device("meta"):  # no memory, no random numbers: init_weights fills it
             self.transformer = nn.ModuleDict(
                 dict(
                     wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
@@ -215,11 +210,10 @@ class GPT(nn.Module):
     def allocate(self, device) -> None:
         """Gives the parameters uninitialized memory, and ties the head to the embedding.
 
-        Nothing would fill a buffer, so a model here has none.
+        Nothing would fill a buffer, so a changed model must not have one.
         """
-        buffers = [name for name, _ in self.named_buffers()]
-        if buffers:
-            raise UserError(f"{buffers[0]} is a buffer: compute it in forward instead")
+        for name, _ in self.named_buffers():
+            raise UserError(f"{name} is a buffer: compute it in forward instead")
         self.to_empty(device=device)
         self.lm_head.weight = self.transformer.wte.weight  # tied (Press & Wolf 2017)
 
@@ -227,26 +221,24 @@ class GPT(nn.Module):
     def init_weights(self) -> None:
         """normal(0, 0.02) for matrices and embeddings, 0 for biases, 1 for layer norms' gains.
 
-        A block's two c_proj write into the residual stream. Their std is divided by √(2·n_layer),
-        so that the stream's variance does not grow with depth (GPT-2 paper, section 2.3). As in
-        nanoGPT and build-nanogpt; OpenAI's code has std 0.01 for the positions.
+        A block's two c_proj write into the residual stream. Dividing their std by √(2·n_layer)
+        keeps the stream's variance from growing with depth (GPT-2 paper, section 2.3). nanoGPT and
+        build-nanogpt do the same; OpenAI's code has std 0.01 for the positions.
         """
         for name, p in self.named_parameters():
-            p.zero_()  # biases; and the padding's rows, which stay zero: their gradient is zero
-            if name.endswith("bias"):
-                continue
-            if p.dim() == 1:  # the gain of a layer norm
+            p.zero_()  # biases, and the padding's rows: their gradient is zero, so they stay zero
+            if p.dim() >= 2:
+                std = 0.02
+                if name.endswith("c_proj.weight"):
+                    std /= math.sqrt(2 * self.config.n_layer)
+                without_padding(name, p, self.config.vocab_size).normal_(0.0, std)
+            elif not name.endswith("bias"):  # the gain of a layer norm
                 p.fill_(1)
-                continue
-            std = 0.02
-            if name.endswith("c_proj.weight"):
-                std /= math.sqrt(2 * self.config.n_layer)
-            without_padding(name, p, self.config.vocab_size).normal_(0.0, std)
 
     def forward(self, idx, targets=None):
         """idx (B, T) int64 -> (logits (B, T, V), None).
 
-        With targets (B, T), of which -1 is ignored, -> (None, the mean loss in nats a token).
+        With targets (B, T), where -1 is ignored, -> (None, the mean loss in nats per token).
         """
         x = self.hidden(idx)
         if targets is None:
@@ -254,10 +246,10 @@ class GPT(nn.Module):
         return None, self.loss(x, targets)
 
     def hidden(self, idx, pos=None, mask=None, caches=None):
-        """The hidden states after the last layer norm, (B, T, C): all but the vocabulary.
+        """idx (B, T) -> the hidden states after the last layer norm, (B, T, C).
 
         pos (B, T) or (T,): positions, by default 0..T-1. mask: as SDPA takes it, by default
-        causal. caches: for each block, where its keys and values go (generation.KVCache).
+        causal. caches: where each block stores its keys and values (generation.KVCache).
         """
         T = idx.size(1)
         if T > self.config.block_size:
@@ -269,10 +261,7 @@ class GPT(nn.Module):
         return self.blocks(self.embed(idx, pos), mask, caches)
 
     def embed(self, idx, pos):
-        """idx, pos (B, T) -> what `blocks` takes, (B, T, C).
-
-        Not compiled (device.compile_blocks says why).
-        """
+        """idx, pos (B, T) -> (B, T, C). It is not compiled: device.compile_blocks says why."""
         return self.transformer.wte(idx) + self.transformer.wpe(pos)
 
     def blocks(self, x, mask=None, caches=None):
@@ -282,14 +271,11 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def logits(self, x):
-        """(…, C) -> (…, V).
-
-        The padding is cut off here, once: a loss or a choice of a token never sees it.
-        """
+        """(…, C) -> (…, V), without the padding: generation cannot choose its tokens."""
         return self.lm_head(x)[..., : self.config.vocab_size]
 
     def loss(self, x, targets):
-        """Hidden states (B, T, C) and what comes next, (B, T) -> the mean loss, without logits."""
+        """Hidden states (B, T, C) and targets (B, T) -> the mean loss, without all logits."""
         return LinearCrossEntropy.apply(
             x.flatten(0, 1),
             self.lm_head.weight,
@@ -299,15 +285,12 @@ class GPT(nn.Module):
         )
 
     def flops_per_token(self, T: int) -> int:
-        """Operations to train on one token (PaLM, appendix B).
-
-        6 for each weight in a matmul, and 12·L·C·T for attention.
-        """
+        """Operations per token of training, 12·L·C·T of them for attention (PaLM, appendix B)."""
         L, C, V = self.config.n_layer, self.config.n_embd, self.config.vocab_size
         return 6 * (12 * L * C**2 + V * C) + 12 * L * C * T
 
     def num_params(self) -> int:
-        """Parameters of the model as it is saved: tied weights once, no padding."""
+        """The parameters that are saved: tied weights once, no padding."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(p.numel() for p in self.parameters()) - padding
 
@@ -322,9 +305,9 @@ class GPT(nn.Module):
     ) -> list[torch.optim.Optimizer]:
         """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused where the device can.
 
-        With muon, the matrices inside the blocks go to PyTorch's Muon (Jordan 2024), whose update
-        is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
-        Matrices and embeddings decay, biases and layer norms do not. `make` builds each of them.
+        With muon, PyTorch's Muon (Jordan 2024) takes the matrices inside the blocks. Its update is
+        scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
+        make(params, optimizer_class, **options) builds each of them: see World.make_optimizer.
         """
         matrices: list[nn.Parameter] = []
         if muon:
@@ -337,7 +320,7 @@ class GPT(nn.Module):
             lr=learning_rate,
             betas=betas,
             eps=eps,
-            fused=self.transformer.wte.weight.device.type in ("cuda", "cpu"),
+            fused=others[0].device.type in ("cuda", "cpu"),
         )
         if not muon:
             return [adamw]
@@ -353,36 +336,26 @@ class GPT(nn.Module):
     # -- generation and files: thin ends of support/generation.py and support/hf.py
 
     def generate(self, idx, max_new_tokens: int, **sampling) -> torch.Tensor:
-        """idx (B, T) -> (B, T + n): the prompts and what follows them.
-
-        The arguments are those of generation.generate.
-        """
+        """idx (B, T) -> (B, T + n): prompts and what follows them, as generation.generate says."""
         return generation.generate(self, idx, max_new_tokens, **sampling)
-
-    def stream(self, idx, max_new_tokens: int, **sampling) -> Iterator[torch.Tensor]:
-        """Yields (B,) tokens as they are made; the arguments are those of generation.stream."""
-        return generation.stream(self, idx, max_new_tokens, **sampling)
 
     @classmethod
     def from_pretrained(
         cls, name_or_dir: str | Path, defaults: dict | None = None, **overrides
     ) -> "GPT":
-        """Loads a GPT-2: a name on the hub, a directory, a checkpoint, or a .pt file.
+        """Loads a model from a checkpoint or another directory, the hub, or a .pt file.
 
-        Names are gpt2 … gpt2-xl, a .pt file is nanoGPT's or build-nanogpt's. overrides: fields of
-        GPTConfig; a smaller block_size crops the positions. defaults: fields that count where the
-        files do not tell them. Raises UserError for what is no GPT-2, is one that other code has
-        changed, or cannot be read.
+        The hub has gpt2 … gpt2-xl; .pt files are nanoGPT's or build-nanogpt's. overrides set fields
+        of GPTConfig; a smaller block_size crops the positions. defaults set fields that the files
+        lack. Raises UserError if the files cannot be read or belong to another model.
         """
-        found = hf.read_model(name_or_dir)
-        hf.refuse_other_code(found, cls, GPTConfig)
-        config = GPTConfig(**{**(defaults or {}), **found.fields, **overrides})
+        fields, weights = hf.read_model(name_or_dir, cls, GPTConfig)
+        config = GPTConfig(**{**(defaults or {}), **fields, **overrides})
         device = torch.get_default_device()
-        with torch.device("meta"):  # no time for random weights that are not to stay
+        with torch.device("meta"):  # draws no random weights
             model = cls(config)
-        weights = hf.crop_positions(found.weights, config.block_size)
         model.allocate(device)
-        hf.load_weights(dict(model.named_parameters()), weights, config)
+        hf.load_weights(model, fields, weights)
         return model
 
     def save_pretrained(
@@ -390,20 +363,19 @@ class GPT(nn.Module):
     ) -> None:
         """Writes a directory that `GPT2LMHeadModel.from_pretrained` and others read.
 
-        If this code has become another model than GPT-2, the directory says so, and only this code
-        reads it. state_dict: the weights, if not those of this module. card: what the model card
-        tells, in this order, such as {"data": …, "steps": …, "command": …}.
+        If this code is not a GPT-2 any more, the directory says so, and only this code reads it.
+        state_dict replaces the module's own weights. card has the rows of the model card, such as
+        {"data": …, "steps": …, "command": …}.
         """
         state_dict = self.state_dict() if state_dict is None else state_dict
         weights = {name: state_dict[name].detach() for name, _ in self.named_parameters()}
         fields = dataclasses.asdict(self.config)
-        hf_write.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
+        hf.write_model(Path(directory), fields, weights, self.fingerprint, card or {})
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """What this code computes, and whether that is GPT-2. It takes milliseconds, once."""
-        tensors = {name: tuple(p.shape) for name, p in self.named_parameters()}
-        return take_fingerprint(GPT, self.config, tensors)
+        """Says whether this code is a GPT-2. Computed once, in milliseconds."""
+        return take_fingerprint(GPT, self)
 
 
 def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
@@ -417,15 +389,17 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict]:
 # -- data
 
 
-class DataLoaderLite(TokenStream):
-    """Batches from the token shards of one split, an endless stream of sequences.
+class DataLoaderLite:
+    """Batches from the token shards of one split: an endless stream of sequences of T+1 tokens.
 
-    A sequence is T+1 tokens, and sequence k is the same whoever asks (shards.TokenStream).
-    `cursor` counts the sequences consumed by all processes: it is the same on every rank, and the
-    whole state. A batch of rank r is the sequences from cursor + r·B on.
+    Sequence k is the same whoever asks. Each shard is cut with stride T, so the last token of a
+    sequence is the first of the next one. Tokens left over at a shard's end are skipped. With
+    shuffle, each epoch has its own order of shards and sequences, cut from another offset.
 
-    shuffle: each epoch has another order. pin: batches lie in memory that a GPU copies from while
-    it computes. Raises UserError for missing, damaged or too small shards.
+    `cursor` counts the sequences that all processes have consumed. It is the loader's whole
+    state, the same on every rank. Rank r's next batch is the B sequences from cursor + r·B on.
+    pin: batches in pinned memory. Raises UserError for missing, damaged or too small
+    shards.
     """
 
     def __init__(
@@ -441,26 +415,36 @@ class DataLoaderLite(TokenStream):
         vocab_size: int = VOCAB_SIZE,
         pin: bool = False,
     ):
-        super().__init__(data_dir, split, T, shuffle=shuffle, seed=seed, vocab_size=vocab_size)
         self.B = B
+        self.T = T
         self.rank = process_rank
         self.num_processes = num_processes
+        self.shuffle = shuffle
+        self.seed = seed
+        self.vocab_size = vocab_size
         self.pin = pin
+        self.shards = find_shards(Path(data_dir), split)
+        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
+        self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
+        if not self.num_sequences:
+            raise UserError(
+                f"the {split} split in {data_dir} has {self.num_tokens} tokens in "
+                f"{len(self.shards)} shard(s); none of them has one sequence of {T} + 1"
+            )
+        self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
+        self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
 
     def reset(self) -> None:
-        self.load_state_dict({"cursor": 0})
+        self.seek(0)
 
-    def state_dict(self) -> dict[str, int]:
-        return {"cursor": self.cursor}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.cursor = state["cursor"]
+    def seek(self, cursor: int) -> None:
+        self.cursor = cursor
         self.prefetch()
 
     def prefetch(self) -> None:
-        """Begins to read the next batch in the background, so that a step does not wait for it."""
+        """Begins to read the next batch in the background: a step does not wait for it."""
         self.coming = self.reader.submit(self.batch, self.cursor + self.rank * self.B, self.B)
 
     def next_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -485,3 +469,51 @@ class DataLoaderLite(TokenStream):
         rows = [self.sequence(first + i) for i in range(count)]
         sequences = torch.from_numpy(np.stack(rows).astype(np.int64))
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+    def sequence(self, k: int) -> np.ndarray:
+        """The T+1 tokens of sequence k of the stream, uint16."""
+        epoch, k = divmod(k, self.num_sequences)
+        order, ends = self.shard_order(epoch)
+        i = int(np.searchsorted(ends, k, side="right"))  # the shard's place in this epoch
+        before = ends[i - 1] if i else 0
+        shard = self.shards[order[i]]
+        start = int(self.starts(epoch, int(order[i]))[k - before])
+        tokens = shard.read(start, self.T + 1)
+        if tokens.max() >= self.vocab_size:
+            raise UserError(
+                f"{shard.path}: token {tokens.max()}, within {self.T + 1} from {start} on, is "
+                f"outside the vocabulary of {self.vocab_size}: the file is damaged, or made with "
+                "another tokenizer"
+            )
+        return tokens
+
+    def sequences_in(self, shard: Shard) -> int:
+        """The number of sequences in a shard, the same in every epoch."""
+        N, T = shard.num_tokens, self.T
+        if N <= T:
+            return 0
+        if self.shuffle:  # one less, so that there is room for an offset
+            return max(1, (N - T) // T)
+        return (N - 1) // T
+
+    def order_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """The order of an epoch's shards, and the number of sequences up to the end of each."""
+        order = np.arange(len(self.shards))
+        if self.shuffle:
+            order = np.argsort(random_bits(len(order), self.seed, epoch), kind="stable")
+        return order, np.cumsum([self.sequences_in(self.shards[i]) for i in order])
+
+    def cut_shard(self, epoch: int, index: int) -> np.ndarray:
+        """The tokens at which a shard's sequences begin, in the order of this epoch."""
+        shard = self.shards[index]
+        n = self.sequences_in(shard)
+        if not self.shuffle:
+            return self.T * np.arange(n)
+        bits = random_bits(n + 1, self.seed, epoch, index + 1)
+        offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
+        return offset + self.T * np.argsort(bits[1:], kind="stable")
+
+
+def random_bits(n: int, *seed: int) -> np.ndarray:
+    """n random numbers of 64 bits: PCG64's raw bits are the same in every version of NumPy."""
+    return np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)

@@ -1,4 +1,4 @@
-"""Trains a GPT-2. The 124M reproduction on one machine of 8 GPUs, or the same on a laptop:
+"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 12M on a laptop:
 
 torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart
@@ -7,8 +7,11 @@ python train_gpt2.py --preset quickstart
 import dataclasses
 import math
 import os
+import shlex
+import statistics
 import sys
 import time
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +23,9 @@ from tqdm import tqdm
 import hellaswag
 import sample
 from config import TrainConfig, check, parse_command_line
-from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, ending, hf, plots, report, resume
-from support.common import UserError, run_script, say
+from model import GPT, HARMLESS, DataLoaderLite, GPTConfig
+from support import checkpoint, hf, plots, report
+from support.common import UserError, duration, first_line, run_script, say
 from support.device import (
     autocast,
     compile_blocks,
@@ -30,19 +33,16 @@ from support.device import (
     eager,
     evaluation_mode,
     keep_freed_memory,
-    newest_flash_attention,
+    peak_flops,
     peak_memory,
     pick_dtype,
     seed_everything,
     why_not_compile,
 )
 from support.distributed import Interrupted, Stop, World
-from support.fitting import explain_out_of_memory, fit_batch_size, refuse_too_large
-from support.health import explain_nan, judge_update, stop_at_nan, watch_for_nan
-from support.log import Log, alone_in
-from support.peaks import peak_flops
-from support.report import duration
-from support.shards import find_shards
+from support.log import Log, alone_in, read_metrics, starts_of
+from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
+from support.shards import find_shards, identify
 from support.tokenizer import check_vocabulary
 
 
@@ -82,11 +82,10 @@ def train_step(
     stop: Stop | None = None,
     accept=None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One update: the gradient of the mean loss over all micro-batches and processes.
+    """One update, by the gradient of the mean loss over all micro-batches and processes.
 
-    It is clipped, then the optimizers use it. Returns the loss and the gradient's norm before
-    clipping, both scalars on the device, the same on every process. accept(loss, norm) may refuse
-    the update; it costs a wait for the device in the middle of the step.
+    Returns the loss, and the gradient's norm before clipping: scalars on the device, the same on
+    every process. accept(loss, norm) may refuse the update. It makes the CPU wait for the device.
     """
     model.train()
     loss_accum = torch.zeros((), device=world.device)
@@ -95,10 +94,10 @@ def train_step(
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
         is_last = micro_step == grad_accum_steps - 1
-        world.sync_gradients(model, is_last)  # before the forward: DDP looks at it there
+        world.sync_gradients(model, is_last)
         with autocast(world.device, dtype):
             _, loss = model(x, y)
-        # the mean over the update is the mean of equally large micro-batches' means
+        # micro-batches are equally large: the mean of their means is the mean over the update
         loss = loss / grad_accum_steps
         loss_accum += loss.detach()
         scaler.scale(loss).backward()
@@ -122,8 +121,8 @@ def train_step(
 def clip_gradients(model: torch.nn.Module, largest: float) -> torch.Tensor:
     """Scales the gradient down to a norm of at most `largest` (0 = any) -> its norm before.
 
-    Each tensor's norm is that of its rows' norms: PyTorch's single float32 sum over the 124M's
-    embedding is 0.3% off on a CPU, and by another amount with fsdp.
+    A tensor's norm is the norm of its rows' norms. One float32 sum over the 124M's embedding is
+    0.3% off on a CPU, and off by another amount with fsdp.
     """
     params = [p for p in model.parameters() if p.grad is not None]
     rows = [torch.linalg.vector_norm(p.grad, dim=-1) for p in params]
@@ -145,20 +144,20 @@ def validate(
 ) -> float:
     """The mean loss over the first val_tokens of the split.
 
-    It does not depend on the micro-batch and the number of processes.
+    The micro-batch and the number of processes do not change it.
     """
     sequences = min(val_tokens // loader.T, loader.num_sequences)
     on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
     total = torch.zeros((), dtype=torch.float64, device=on)
     rounds = range(0, sequences, loader.B * world.size)
-    hidden = None if world.is_main else True  # None: shown where somebody watches a terminal
+    disable = None if world.is_main else True  # None: a bar only in a terminal
     with evaluation_mode(raw):
-        for first in tqdm(rounds, "validation", leave=False, disable=hidden):
+        for first in tqdm(rounds, "validation", leave=False, disable=disable):
             mine = first + world.rank * loader.B
             count = min(loader.B, sequences - mine)
             if count > 0:
                 x, y = loader.batch(mine, count)
-                # the last batch is as large as the others, for the compiled blocks; -1 is ignored
+                # compiled blocks want batches of one size; targets of -1 do not count
                 x = F.pad(x, (0, 0, 0, loader.B - count))
                 y = F.pad(y, (0, 0, 0, loader.B - count), value=-1)
                 with autocast(world.device, dtype):
@@ -172,157 +171,47 @@ def validate(
 # -- a run
 
 
-class Run:
-    """What the loop works on.
+@dataclass
+class Progress:
+    """How far a run has come. A checkpoint keeps it beside weights and optimizers."""
 
-    `raw` is the model as it is saved, scored and sampled, its blocks compiled in place; `model`
-    around it averages the gradients of all processes, and is trained.
+    step: int = 0  # updates done
+    cursor: int = 0  # sequences consumed by them
+    evaluated: bool = False  # whether this step's evaluations are done
+    wall: float = 0.0  # seconds, until the last checkpoint
+    best: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
+    losses: dict[str, float] = field(default_factory=dict)  # the last ones, for the model card
+    recent: dict[str, list] = field(default_factory=lambda: {"loss": [], "norm": []})  # for spikes
+    skipped_in_a_row: int = 0
+
+
+class Run:
+    """The state of a run: a new run, or one resumed from the checkpoint `found`.
+
+    `raw` is the model that is saved, scored and sampled, its blocks compiled in place. `model`
+    wraps it to average the gradients of all processes, and is trained.
     """
 
-    def __init__(
-        self, config: TrainConfig, world: World, log: Log, found: checkpoint.Found | None = None
-    ):
-        """Begins from nothing, from other weights, or from a checkpoint that was found."""
+    def __init__(self, config: TrainConfig, world: World, log: Log, found: checkpoint.Found | None):
+        """Builds it, in an order that matters.
+
+        Data come first: errors in them appear before the slow steps. The model moves to its device
+        before it is compiled, and is compiled before the micro-batch is chosen. DDP wraps it after
+        that: its buckets take memory. Optimizers come last, because wrapping may change parameters.
+        """
         self.config = config
         self.world = world
         self.log = log
         self.stop = Stop(world)
-        self.step = 0  # updates done
-        self.cursor = 0  # where this step's sequences start
-        self.evaluated = False  # whether this step's evaluations are done
-        # the lowest validation loss so far at a step with a checkpoint: {"loss", "step"}
-        self.best: dict | None = None
-        self.losses: dict[str, float] = {}  # the last ones, for the model card
-        self.recent: dict[str, list[float]] = {"loss": [], "norm": []}  # for skip_spikes
-        self.skipped = ""  # why the last update was not made
-        self.skipped_in_a_row = 0
-        self.last_saved: Path | None = None
-
-        # The order matters. What is wrong with the data is told before time goes into the model.
-        # Only a model that is placed on its device can be compiled for it; the largest micro-batch
-        # is found with the compiled model, without the buckets of DDP; and the optimizers need the
-        # parameters that wrapping leaves.
-        self.find_data(found)
-        self.prepare_device(found)
-        self.build_model(found)
-        self.fit_batch(found)
-        self.build_loaders()
-        self.build_optimizers()
-        self.measure_peak()
-        # where the run's clock began; restore moves it back by the time that was spent before
-        self.clock_start = time.perf_counter()
-        report.print_setup(self)
-        if found:
-            resume.restore(self, found)
-        if world.is_main:
-            resume.clear_the_way(self, found)
-        self.start_logs(found)
-        self.first_step = self.step  # of this process: 0, or the checkpoint's
-        self.first_step_ended: float | None = None  # its clock: the first update compiles
-        self.last_save_time = time.perf_counter()  # or when the run began
-
-    def find_data(self, found: checkpoint.Found | None) -> None:
-        """Raises UserError if a split is missing or damaged, or not what a checkpoint was of."""
-        data_dir = Path(self.config.data_dir)
-        shards = find_shards(data_dir, "train")
-        if found:
-            resume.refuse_other_data(data_dir, shards, found)
-        if self.config.val_every:
-            find_shards(data_dir, "val")
-
-    def prepare_device(self, found: checkpoint.Found | None) -> None:
-        """Memory, TF32, determinism, and the dtype to autocast to."""
-        keep_freed_memory(self.world.device)
-        torch.set_float32_matmul_precision("high")  # TF32 on CUDA; nothing changes on a CPU
-        if self.config.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # which cuBLAS needs for it
-            torch.use_deterministic_algorithms(True)
-        self.dtype, self.why_dtype = choose_dtype(self.config, self.world, found)
-
-    def build_model(self, found: checkpoint.Found | None) -> None:
-        """The model: new, or from a checkpoint or other weights; on its device, compiled."""
-        config = self.config
-        world = self.world
-        self.raw = self.build_raw(found)
-        if world.is_main and self.raw.fingerprint.difference:
-            self.log.say(hf.describe_change(self.raw.fingerprint))
+        refuse_other_data(config, found)
+        self.dtype, why = prepare_device(config, world, found)
+        log.say(f"device: {world.device}, {dtype_name(self.dtype)} ({why})")
+        self.raw = build_model(config, found, log)
         world.place(self.raw)
-
-        why_eager = why_not_compile(world.device) if config.compile else "as asked"
-        kernels = f"eager: {why_eager}" if why_eager else "compiled"
-        if not config.deterministic and (flash := newest_flash_attention(world.device)):
-            kernels += f", {flash}"
-        precision = f"{dtype_name(self.dtype)} ({self.why_dtype})"
-        self.log.say(f"device: {world.device}, {precision}, {kernels}")
-        if not why_eager:
-            compile_blocks(self.raw, recompute=world.device.type == "cpu")
-
-    def build_raw(self, found: checkpoint.Found | None) -> GPT:
-        """The model, on the CPU: from the checkpoint, else from --init-from, else new.
-
-        A flag sets the GPTConfig field of its name. For loaded weights their files decide, except:
-        a HARMLESS field is always the flag's; and with --init-from the context is
-        --sequence-length, and a field that the files do not have is the flag's.
-        """
-        config = self.config
-        flags: dict[str, Any] = {}
-        harmless: dict[str, Any] = {}
-        for field in dataclasses.fields(GPTConfig):
-            if hasattr(config, field.name):
-                flags[field.name] = getattr(config, field.name)
-                if field.metadata.get("harmless"):
-                    harmless[field.name] = flags[field.name]
-        flags["block_size"] = config.sequence_length
-        torch.manual_seed(config.seed)
-        if found:
-            refuse_too_large(found.state["model"])
-            raw = GPT.from_pretrained(found.path, **(found.state["model"] | harmless))
-            hf.refuse_resume_by_changed_code(found.path, raw.fingerprint)
-            return raw
-        if config.init_from == "scratch":
-            refuse_too_large(flags)
-            return GPT(GPTConfig(**flags))
-        T = config.sequence_length
-        raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless)
-        check_vocabulary(config.init_from, raw.config.vocab_size)
-        return raw
-
-    def fit_batch(self, found: checkpoint.Found | None) -> None:
-        """The micro-batch: as asked, as before, or as large as fits."""
-        sequences = self.config.total_batch_size // self.config.sequence_length // self.world.size
-        self.batch_size = self.config.batch_size
-        if self.batch_size == 0 and found:
-            self.batch_size = found.state["batch_size"]
-        if self.batch_size == 0 or sequences % self.batch_size:
-            self.batch_size = fit_batch_size(self.raw, self.config, self.world, self.dtype)
-        self.grad_accum_steps = sequences // self.batch_size
-
-    def build_loaders(self) -> None:
-        """What is trained on, validated on and scored."""
-        config = self.config
-        world = self.world
-        B = self.batch_size
-        T = config.sequence_length
-        self.train_loader = DataLoaderLite(
-            config.data_dir,
-            "train",
-            B,
-            T,
-            process_rank=world.rank,
-            num_processes=world.size,
-            shuffle=config.shuffle,
-            seed=config.seed,
-            pin=world.device.type == "cuda",
-        )
-        self.val_loader: Any = None  # a DataLoaderLite, if there is validation
-        if config.val_every:
-            self.val_loader = DataLoaderLite(config.data_dir, "val", B, T)
-        self.examples = load_hellaswag(config, world, self.log, self.raw)
-
-    def build_optimizers(self) -> None:
-        """The model that averages gradients over the processes, and what updates it."""
-        config = self.config
-        world = self.world
+        log.say(f"kernels: {compile_model(config, self.raw, world.device)}")
+        B = choose_batch_size(self, found)
+        self.train_loader, self.val_loader = build_loaders(config, world, B)
+        self.examples = load_hellaswag(config, world, log, self.raw)
         self.model = world.wrap(self.raw)
         self.optimizers = self.raw.configure_optimizers(
             weight_decay=config.weight_decay,
@@ -334,68 +223,135 @@ class Run:
         )
         half = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=half)
-
-    def measure_peak(self) -> None:
-        """Operations a second of all processes, of which MFU is a part."""
-        peak, source = peak_flops(self.world.device, self.dtype)
-        self.peak = peak * self.world.size
-        self.log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s a process ({source})")
-
-    def start_logs(self, found: checkpoint.Found | None) -> None:
-        """Begins the logs, or goes on with those of the checkpoint's run."""
-        about = report.describe_run(self.config, self.world, self.dtype, self.batch_size)
-        about["model"] = dataclasses.asdict(self.raw.config)
-        about["parameters"] = self.raw.num_params()
+        peak, source = peak_flops(world.device, self.dtype)
+        log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
+        self.peak = world.size * peak
+        log.say(report.describe_batch(config, world.size, self.train_loader, self.val_loader))
+        self.progress = Progress()
+        self.last_saved: Path | None = None
         if found:
-            self.log.resume(self.step, self.evaluated, about, ours=resume.is_own(self, found))
-        else:
-            self.log.start(about)
+            restore(self, found)
+        self.skipped = ""  # why the last update was skipped
+        self.first_step = self.progress.step  # of this process
+        self.first_step_ended = 0.0  # by the clock; the first update compiles
+        self.last_save_time = time.perf_counter()
+        self.clock_start = time.perf_counter() - self.progress.wall
 
     def wall(self) -> float:
         return time.perf_counter() - self.clock_start
 
     def due(self, every: int) -> bool:
-        return every > 0 and (self.step % every == 0 or self.step == self.config.max_steps)
+        step = self.progress.step
+        return every > 0 and (step % every == 0 or step == self.config.max_steps)
 
 
-def choose_dtype(
+def prepare_device(
     config: TrainConfig, world: World, found: checkpoint.Found | None
 ) -> tuple[torch.dtype, str]:
-    """What to autocast to, the same on all processes and after a resume, and why."""
+    """Sets memory, TF32, determinism -> the dtype for autocast, the same on all ranks; why."""
+    keep_freed_memory(world.device)
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; on a CPU it changes nothing
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
     if config.dtype == "auto" and found:
         return getattr(torch, found.state["dtype"]), "as before"
     return pick_dtype(world.device, config.dtype, world)
 
 
+def build_model(config: TrainConfig, found: checkpoint.Found | None, log: Log) -> GPT:
+    """The model, on the CPU: from the checkpoint, from --init-from, or new.
+
+    A flag sets the GPTConfig field of its name. Loaded weights keep their own configuration; flags
+    override its HARMLESS fields. With --init-from, flags also set the context length and any field
+    that the files lack.
+    """
+    T = config.sequence_length
+    fields = dataclasses.fields(GPTConfig)
+    flags = {f.name: getattr(config, f.name) for f in fields if hasattr(config, f.name)}
+    flags["block_size"] = T
+    harmless = {f.name: flags[f.name] for f in fields if f.metadata == HARMLESS}
+    torch.manual_seed(config.seed)
+    if found:
+        refuse_too_large(found.state["model"])
+        raw = GPT.from_pretrained(found.path, **(found.state["model"] | harmless))
+        hf.refuse_resume_by_changed_code(found.path, raw.fingerprint)
+    elif config.init_from == "scratch":
+        refuse_too_large(flags)
+        raw = GPT(GPTConfig(**flags))
+    else:
+        raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless)
+        check_vocabulary(config.init_from, raw.config.vocab_size)
+    rows = raw.config.padded_vocab_size
+    log.say(f"model: {raw.num_params():,} parameters (embedding padded to {rows} rows in memory)")
+    if raw.fingerprint.difference:
+        log.say(hf.describe_change(raw.fingerprint))
+    return raw
+
+
+def compile_model(config: TrainConfig, raw: GPT, device: torch.device) -> str:
+    """Compiles the model, if asked and possible -> what it runs with, in words."""
+    why_eager = why_not_compile(device) if config.compile else "as asked"
+    if why_eager:
+        return f"eager: {why_eager}"
+    compile_blocks(raw, recompute=device.type == "cpu")
+    return "compiled"
+
+
+def choose_batch_size(run: Run, found: checkpoint.Found | None) -> int:
+    """The micro-batch: as asked, as before, or as large as fits."""
+    config = run.config
+    B = config.batch_size or (found.state["batch_size"] if found else 0)
+    sequences = config.total_batch_size // config.sequence_length // run.world.size
+    if B and sequences % B == 0:
+        return B
+    return fit_batch_size(run.raw, config, run.world, run.dtype)
+
+
+def build_loaders(config: TrainConfig, world: World, B: int) -> tuple[DataLoaderLite, Any]:
+    """The loaders for training and for validation; None if there is no validation."""
+    T = config.sequence_length
+    train_loader = DataLoaderLite(
+        config.data_dir,
+        "train",
+        B,
+        T,
+        process_rank=world.rank,
+        num_processes=world.size,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        pin=world.device.type == "cuda",
+    )
+    val_loader = DataLoaderLite(config.data_dir, "val", B, T) if config.val_every else None
+    return train_loader, val_loader
+
+
 def load_hellaswag(
     config: TrainConfig, world: World, log: Log, raw: GPT
 ) -> hellaswag.Prepared | None:
-    """The examples to score; None, with a line that says why, where there are none to be had."""
+    """The examples to score. Without a network: None, and a line that says why."""
     if not config.hellaswag_every:
         return None
+    path = config.hellaswag_path
     try:
-        limit = config.hellaswag_limit
-        examples = hellaswag.load_examples("val", config.hellaswag_path, limit, world)
+        examples = hellaswag.load_examples("val", path, config.hellaswag_limit, world)
+        return hellaswag.prepare(examples, raw, world.device)
     except UserError as error:
-        if config.hellaswag_path:
+        if path:
             raise
         log.say(f"hellaswag: off, {error}")
         return None
-    return hellaswag.prepare(examples, raw, world.device)
 
 
-# -- what happens on the way
+# -- evaluations
 
 
 def evaluate(run: Run) -> None:
-    """Validation, HellaSwag and samples, each where it is due at this step.
-
-    Training does not notice: the weights, the loader and the random state stay as they were.
-    """
+    """Computes validation loss, HellaSwag and samples, if due. It does not affect training."""
     config = run.config
     validating = run.due(config.val_every)
     scoring = run.examples is not None and run.due(config.hellaswag_every)
-    sampling = run.step > 0 and run.due(config.sample_every)
+    sampling = run.progress.step > 0 and run.due(config.sample_every)
     if not (validating or scoring or sampling):
         return
     with run.world.whole(run.raw):
@@ -412,21 +368,24 @@ def evaluate(run: Run) -> None:
 
 def evaluate_loss(run: Run) -> None:
     config = run.config
+    progress = run.progress
+    step = progress.step
     val_loss = validate(
         run.raw, run.val_loader, config.val_tokens, run.world, run.dtype, stop=run.stop
     )
     if not math.isfinite(val_loss):
         raise UserError(explain_nan(run, f"the validation loss is {val_loss}"))
     perplexity = math.exp(min(val_loss, 99))
-    run.log.say(f"step {run.step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
-    run.log.record(run.step, "val", val_loss=val_loss, perplexity=perplexity)
-    run.losses["validation loss"] = val_loss
-    has_checkpoint = run.step > 0 and (config.save_best or run.due(config.checkpoint_every))
-    if has_checkpoint and (run.best is None or val_loss < run.best["loss"]):
-        run.best = {"loss": val_loss, "step": run.step}
+    run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
+    run.log.record(step, "val", val_loss=val_loss, perplexity=perplexity)
+    progress.losses["validation loss"] = val_loss
+    has_checkpoint = step > 0 and (config.save_best or run.due(config.checkpoint_every))
+    if has_checkpoint and (progress.best is None or val_loss < progress.best["loss"]):
+        progress.best = {"loss": val_loss, "step": step}
 
 
 def evaluate_hellaswag(run: Run) -> None:
+    step = run.progress.step
     score = hellaswag.evaluate(
         run.raw,
         run.examples,
@@ -438,55 +397,54 @@ def evaluate_hellaswag(run: Run) -> None:
     )
     total = score["total"]
     acc_norm = score["acc_norm"]
-    right = f"{score['num_correct_norm']}/{total}"
-    run.log.say(f"step {run.step:5d} | HellaSwag {right} = {acc_norm:.4f}")
-    run.log.record(run.step, "hella", hellaswag=acc_norm, acc=score["acc"], total=total)
+    run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{total} = {acc_norm:.4f}")
+    run.log.record(step, "hella", hellaswag=acc_norm, acc=score["acc"], total=total)
 
 
 def print_samples(run: Run) -> None:
     config = run.config
+    step = run.progress.step
     rank = run.world.rank
     generator = torch.Generator(run.world.device)
-    generator.manual_seed(config.seed + 1000 * run.step + rank)
+    generator.manual_seed(config.seed + 1000 * step + rank)
+    prompt = config.sample_prompt
     texts = sample.complete(
-        run.raw,
-        config.sample_prompt,
-        config.num_samples,
-        config.sample_tokens,
-        generator=generator,
+        run.raw, prompt, config.num_samples, config.sample_tokens, generator=generator
     )
     for i, text in enumerate(texts):
         say(f"rank {rank} sample {i}: {text}")
-    run.log.record(run.step, "samples", prompt=config.sample_prompt, samples=texts)
+    run.log.record(step, "samples", prompt=prompt, samples=texts)
 
 
 # -- the loop
 
 
 def loop(run: Run) -> None:
-    """Evaluate, save, make an update, log it, until all are made."""
+    """Repeats until the last step: evaluate, save, make an update, log it."""
     config = run.config
+    progress = run.progress
     may_skip = config.skip_spikes > 0 or run.scaler.is_enabled()
+    tokens = run.train_loader.B * config.sequence_length * run.world.size  # of all micro-batches
     while True:
-        if not run.evaluated:
+        if not progress.evaluated:
             evaluate(run)
-            run.evaluated = True
+            progress.evaluated = True
         if save_is_due(run):
-            resume.save_checkpoint(run)
-        if run.step == config.max_steps:
+            save_checkpoint(run)
+        if progress.step == config.max_steps:
             return
         if config.overfit_single_batch:
             run.train_loader.reset()
 
         start = time.perf_counter()
-        seed_everything(config.seed, run.step, run.world.rank)
-        lr = learning_rate(run.step, config)
+        seed_everything(config.seed, progress.step, run.world.rank)  # for models with dropout
+        lr = learning_rate(progress.step, config)
         loss_on_device, norm_on_device = train_step(
             model=run.model,
             optimizers=run.optimizers,
             scaler=run.scaler,
             loader=run.train_loader,
-            grad_accum_steps=run.grad_accum_steps,
+            grad_accum_steps=config.total_batch_size // tokens,
             world=run.world,
             dtype=run.dtype,
             lr=lr,
@@ -498,75 +456,353 @@ def loop(run: Run) -> None:
         norm = norm_on_device.item()
         seconds = time.perf_counter() - start
         stop_at_nan(run, loss, norm)
-        report.report_step(run, loss, norm, lr, seconds)
-        run.step += 1
-        run.cursor = run.train_loader.cursor
-        run.evaluated = False
-        run.losses["training loss of the last update"] = loss
+        report_step(run, loss, norm, lr, seconds)
+        progress.step += 1
+        progress.cursor = run.train_loader.cursor
+        progress.evaluated = False
+        progress.losses["training loss of the last update"] = loss
+
+
+def report_step(run: Run, loss: float, norm: float, lr: float, seconds: float) -> None:
+    """Prints and records the update that was just made."""
+    config = run.config
+    step = run.progress.step
+    now = time.perf_counter()
+    rate = config.total_batch_size / seconds
+    mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
+    line = (
+        f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
+        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f} | mfu {mfu:.1%}"
+    )
+    if step == run.first_step:
+        run.first_step_ended = now
+    else:
+        pace = (now - run.first_step_ended) / (step - run.first_step)
+        line += f" | left {duration(pace * (config.max_steps - step - 1))}"
+    why = {}
+    if run.skipped:
+        line += f" | no update: {run.skipped}"
+        why["skipped"] = run.skipped
+    run.log.say(line)
+    run.log.record(
+        step,
+        "train",
+        loss=loss,
+        **why,
+        lr=lr,
+        norm=norm if math.isfinite(norm) else None,
+        ms=1000 * seconds,
+        tokens_per_sec=rate,
+        mfu=mfu,
+        tokens=(step + 1) * config.total_batch_size,
+        wall=run.wall(),
+        memory=peak_memory(run.world.device),
+    )
+
+
+# -- NaN and spikes
+
+SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
+MOST_SKIPPED = 50  # updates in a row: the model learns nothing any more
+
+
+def is_spike(value: float, recent: list[float], limit: float) -> bool:
+    """Whether a value is more than `limit` standard deviations above the mean of a full window."""
+    if len(recent) < SPIKE_WINDOW:
+        return False
+    return value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
+
+
+def judge_update(run: Run, loss: float, norm: float) -> bool:
+    """Whether to make an update; if not, run.skipped says why. Raises UserError at MOST_SKIPPED."""
+    progress = run.progress
+    run.skipped = ""
+    if not math.isfinite(norm):
+        run.skipped = "overflow in float16"  # the scaler lowers its scale
+    elif run.config.skip_spikes:
+        for name, value in {"loss": loss, "norm": norm}.items():
+            if is_spike(value, progress.recent[name], run.config.skip_spikes):
+                run.skipped = f"spike of the {name}"
+            progress.recent[name] = [*progress.recent[name], value][-SPIKE_WINDOW:]
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if run.skipped else 0
+    if progress.skipped_in_a_row == MOST_SKIPPED:
+        what = f"{MOST_SKIPPED} updates in a row were skipped, the last because of: {run.skipped}"
+        raise UserError(explain_nan(run, what))
+    return not run.skipped
+
+
+def stop_at_nan(run: Run, loss: float, norm: float) -> None:
+    """Raises UserError for a loss or norm that is not finite, but not for float16's overflows."""
+    if math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled()):
+        return
+    first = run.progress.cursor
+    last = first + run.config.total_batch_size // run.config.sequence_length - 1
+    what = f"the loss is {loss} and the gradient norm {norm}, on sequences {first} to {last}"
+    raise UserError(explain_nan(run, what))
+
+
+def explain_nan(run: Run, what: str) -> str:
+    """What happened at which step, and the two ways to go on."""
+    find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
+    return (
+        f"step {run.progress.step}: {what}; last good checkpoint: {run.last_saved or 'none yet'}. "
+        f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile --resume auto. "
+        "To go on, try a lower --learning-rate or --dtype float32."
+    )
+
+
+def find_nan() -> None:
+    """The slow rerun that explain_nan proposes.
+
+    It names the first module with an output that is not finite, or the operation in backward.
+    """
+    names: dict[torch.nn.Module, str] = {}
+
+    def before(module: torch.nn.Module, _inputs) -> None:
+        if isinstance(module, GPT):
+            names.update({part: name for name, part in module.named_modules()})
+
+    def after(module, _inputs, output) -> None:
+        if isinstance(output, torch.Tensor) and not output.isfinite().all():
+            raise UserError(
+                f"the first output that is not finite is that of {names[module]}, {module}"
+            )
+
+    torch.nn.modules.module.register_module_forward_pre_hook(before)
+    torch.nn.modules.module.register_module_forward_hook(after)
+    torch.autograd.set_detect_anomaly(True)
+    run_script(main)
+
+
+# -- saving
 
 
 def save_is_due(run: Run) -> bool:
     """Whether this step gets a checkpoint: by its number, by the clock, or as the best so far."""
-    if run.step == run.first_step:
+    progress = run.progress
+    if progress.step == run.first_step:
         return False
     minutes = run.config.checkpoint_minutes
     late = minutes > 0 and time.perf_counter() - run.last_save_time > 60 * minutes
     late = run.world.any(run.world.is_main and late)  # all processes go by one clock
-    best = run.config.save_best and run.best is not None and run.best["step"] == run.step
-    return late or best or run.due(run.config.checkpoint_every)
+    best = progress.best is not None and progress.best["step"] == progress.step
+    return late or (run.config.save_best and best) or run.due(run.config.checkpoint_every)
+
+
+def save_checkpoint(run: Run) -> None:
+    """Writes a checkpoint of the updates done so far, then removes those no longer wanted."""
+    config = run.config
+    progress = run.progress
+    progress.wall = run.wall()
+    state = {
+        **dataclasses.asdict(progress),
+        "batch_size": run.train_loader.B,
+        "data": identify(run.train_loader.shards),
+        "dtype": dtype_name(run.dtype),
+        "config": dataclasses.asdict(config),
+        "model": dataclasses.asdict(run.raw.config),
+        "scaler": run.scaler.state_dict(),
+    }
+    card = {
+        "data": config.data_dir,
+        "steps": progress.step,
+        "tokens": f"{progress.step * config.total_batch_size:,}",
+        **{name: f"{loss:.4f}" for name, loss in progress.losses.items()},
+        "command": report.command(),
+    }
+    run.log.sync()  # so that a resumed run finds every step up to this one
+    run.last_saved = checkpoint.save(
+        config.log_dir,
+        model=run.raw,
+        optimizers=run.optimizers,
+        state=state,
+        world=run.world,
+        card=card,
+    )
+    if run.world.is_main:
+        best = progress.best["step"] if progress.best else None
+        checkpoint.prune(config.log_dir, config.keep_checkpoints, best)
+    run.last_save_time = time.perf_counter()
+
+
+def save_interrupted(run: Run) -> None:
+    """Saves the last completed update and says how to go on."""
+    path = checkpoint.path_of(run.config.log_dir, run.progress.step)
+    saved = f"{path} is saved"
+    if run.progress.step == 0:
+        saved = "before the first update: nothing to save"
+    elif path != run.last_saved:
+        save_checkpoint(run)
+    run.log.say(f"interrupted: {saved}; go on with: {report.command_to_resume()}")
+
+
+# -- resuming
+
+# A resumed run may change these without a word.
+SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size"}
+SILENT |= {"sharding", "keep_checkpoints", "checkpoint_minutes", "save_best"}
+
+
+def as_restarted(config: TrainConfig) -> TrainConfig:
+    """After torchrun's restart: resumes this run, not an older one that it overwrote."""
+    metrics = Path(config.log_dir) / "metrics.jsonl"
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and metrics.exists():
+        starts = starts_of(read_metrics(metrics))
+        if starts and starts[-1]["launch"] == os.environ["TORCHELASTIC_RUN_ID"]:
+            if config.resume == "none" or checkpoint.checkpoints(config.log_dir):
+                return dataclasses.replace(config, resume="auto", overwrite=False)
+            return dataclasses.replace(config, overwrite=True)  # the same start once more
+    return config
+
+
+def find_checkpoint(config: TrainConfig, world: World, log: Log) -> checkpoint.Found | None:
+    """The checkpoint to go on from; None for a new run."""
+    if config.resume == "none":
+        return None
+    candidates = [Path(config.resume)]
+    if config.resume == "auto":
+        if world.is_main:
+            checkpoint.sweep(Path(config.log_dir))
+        candidates = checkpoint.checkpoints(config.log_dir)[::-1]
+    found = checkpoint.find(candidates, world, log.say)
+    if found is None:
+        log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
+        return None
+    others = compare_settings(config, found)
+    steps = found.state["step"]
+    log.say(f"resuming from {found.path}: {steps} updates, {found.state['cursor']:,} sequences")
+    if others:
+        log.say(f"  with other settings than before: {', '.join(others)}")
+    return found
+
+
+def compare_settings(config: TrainConfig, found: checkpoint.Found) -> list[str]:
+    """The settings that have changed since a checkpoint, as "name then -> now".
+
+    Raises UserError if the model or the optimizer differs.
+    """
+    then = dataclasses.asdict(TrainConfig()) | found.state["config"]  # a newer field: its default
+    now = dataclasses.asdict(config)
+    changed = {
+        name: f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]
+    }
+    fields = dataclasses.fields(GPTConfig)
+    fixed = ["sequence_length", "optimizer", *[f.name for f in fields if f.metadata != HARMLESS]]
+    refused = [changed[name] for name in fixed if name in changed]
+    unknown = set(found.state["model"]) - {f.name for f in fields}
+    refused += [f"{name}, which this program does not know" for name in sorted(unknown)]
+    if refused:
+        raise UserError(
+            f"{found.path} cannot be resumed with another {', '.join(refused)}: "
+            f"use its values, or --init-from {found.path}"
+        )
+    return [changed[name] for name in changed if name not in SILENT]
+
+
+def refuse_other_data(config: TrainConfig, found: checkpoint.Found | None) -> None:
+    """Raises UserError if shards are missing or damaged, or not those that a run trained on."""
+    data_dir = Path(config.data_dir)
+    now = identify(find_shards(data_dir, "train"))
+    if config.val_every:
+        find_shards(data_dir, "val")
+    then = found.state["data"] if found else now
+    other = sorted(name for name in now | then if now.get(name) != then.get(name))
+    if found and other:
+        raise UserError(
+            f"{data_dir} has other shards than when {found.path} was written "
+            f"({other[0]} differs, {len(other)} in all): put the shards back, or start a new "
+            f"run from its weights with --init-from {found.path}"
+        )
+
+
+def restore(run: Run, found: checkpoint.Found) -> None:
+    """Puts a run where the checkpoint left it."""
+    state = found.state
+    checkpoint.load_optimizers(run.raw, run.optimizers, state.pop("optimizer"), run.world)
+    if state["scaler"]:
+        run.scaler.load_state_dict(state["scaler"])
+    names = [f.name for f in dataclasses.fields(Progress)]
+    run.progress = Progress(**{name: state[name] for name in names if name in state})
+    if not is_own(run.config, found):
+        run.progress.best = None  # its checkpoint is not in this log_dir
+    run.train_loader.seek(run.progress.cursor)
+    run.last_saved = found.path
+
+
+def is_own(config: TrainConfig, found: checkpoint.Found | None) -> bool:
+    """Whether a checkpoint is in log_dir, and not from elsewhere."""
+    return found is not None and found.path.resolve().parent == Path(config.log_dir).resolve()
+
+
+def clear_the_way(config: TrainConfig, found: checkpoint.Found | None, step: int) -> None:
+    """Renames damaged and later checkpoints; --overwrite removes those of the old run."""
+    for path in found.damaged if found else []:
+        checkpoint.set_aside(path, "damaged")
+    own = is_own(config, found)
+    for path in checkpoint.checkpoints(config.log_dir):
+        if config.overwrite and not own:
+            checkpoint.remove(path)
+        elif not own or checkpoint.step_of(path) > step:
+            checkpoint.set_aside(path, "abandoned")
+
+
+def start_logs(run: Run, found: checkpoint.Found | None) -> None:
+    """Begins the logs, or goes on with those of the checkpoint's run."""
+    about = report.describe_run(run.config, run.world, run.dtype, run.train_loader.B)
+    about |= {"model": dataclasses.asdict(run.raw.config), "parameters": run.raw.num_params()}
+    if found:
+        ours = is_own(run.config, found)
+        run.log.resume(run.progress.step, run.progress.evaluated, about, ours=ours)
+    else:
+        run.log.start(about)
+
+
+# -- the command
 
 
 def train(config: TrainConfig, world: World) -> None:
-    """A run to its last step, or to the signal that interrupts it."""
+    """Trains to the last step, or until a signal interrupts it."""
     log = Log(config.log_dir, world.is_main, config.tracker)
-    found = resume.find_checkpoint(config, GPTConfig, world, log)
+    found = find_checkpoint(config, world, log)
     if found and found.state["step"] > config.max_steps:
         log.say(f"done: {found.path} is past --max-steps {config.max_steps}, nothing is left to do")
         return
     run: Run | None = None
     try:
         run = Run(config, world, log, found)
-        loop(run)
-        memory = peak_memory(world.device)
-        wall = run.wall()
-        run.log.record(run.step, "end", wall=wall, memory=memory)
-        took = duration(wall)
-        run.log.say(f"done: {config.max_steps} steps in {took}, peak memory {memory / 1e9:.2f} GB")
         if world.is_main:
-            ending.finish(config.log_dir)
+            clear_the_way(config, found, run.progress.step)
+        start_logs(run, found)
+        loop(run)
+        finish(run)
     except Interrupted:
         if run:
             save_interrupted(run)
     except torch.OutOfMemoryError:
-        batch_size = run.batch_size if run else 0
+        batch_size = run.train_loader.B if run else 0
         raise UserError(explain_out_of_memory(batch_size, config)) from None
     finally:
         log.close()
 
 
-def save_interrupted(run: Run) -> None:
-    """Saves the last completed update and says how to go on."""
-    go_on = report.command_to_resume()
-    if run.step == 0:
-        run.log.say(f"interrupted before the first update: nothing to save; start with: {go_on}")
-        return
-    path = checkpoint.path_of(run.config.log_dir, run.step)
-    if path != run.last_saved:
-        resume.save_checkpoint(run)
-    run.log.say(f"interrupted: {path} is saved; go on with: {go_on}")
-
-
-# -- the command
-
-
-def find_nan() -> None:
-    """The rerun that is proposed when the loss is not a number: it says where that begins."""
-    watch_for_nan(GPT)
-    run_script(main)
+def finish(run: Run) -> None:
+    """Writes the report, and says what to do next. The run is complete, whatever fails here."""
+    log_dir = run.config.log_dir
+    memory = peak_memory(run.world.device)
+    wall = run.wall()
+    run.log.record(run.progress.step, "end", wall=wall, memory=memory)
+    done = f"done: {run.config.max_steps} steps in {duration(wall)}"
+    run.log.say(f"{done}, peak memory {memory / 1e9:.2f} GB")
+    if run.world.is_main:
+        try:
+            report.write_report(log_dir)
+            say(report.last_words(run.config))
+        except Exception as error:
+            say(f"no report of {log_dir} ({first_line(error)}): the run itself is complete")
 
 
 def main() -> None:
-    config = resume.as_restarted(parse_command_line(sys.argv[1:]))
+    config = as_restarted(parse_command_line(sys.argv[1:]))
     problems = check(config, int(os.environ.get("WORLD_SIZE", 1)))
     if problems:
         if int(os.environ.get("LOCAL_RANK", 0)):  # one rank of each node says it
@@ -574,7 +810,7 @@ def main() -> None:
         else:
             print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
         sys.exit(2)
-    patience = 10.0 if config.resume == "auto" else 0.0  # a requeued job's last one may still save
+    patience = 10.0 if config.resume == "auto" else 0.0  # the job's last start may still save
     with World(config.device, config.sharding) as world, alone_in(config.log_dir, world, patience):
         train(config, world)
 

@@ -1,1 +1,1 @@
-"""What the scripts stand on, one file per concern. Nothing in here imports from the top level."""
+"""What the scripts share, one file per concern. Nothing in here imports from the top level."""

@@ -1,7 +1,7 @@
-"""Attention's backward pass on a CPU in bfloat16: what torch.compile takes instead of PyTorch's.
+"""Attention's backward pass on a CPU in bfloat16. torch.compile uses it instead of PyTorch's.
 
-PyTorch's kernel works on tiles that are small for the bfloat16 units of a CPU, and at a tenth of
-their speed. Here a few large products do the work, and the compiler fuses what is between them.
+PyTorch's kernel works on small tiles. It reaches a tenth of the speed of a CPU's bfloat16 units.
+This code does the work in a few large products, and the compiler fuses the rest.
 """
 
 import hashlib
@@ -11,27 +11,27 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-BLOCK = 256  # keys at a time, or more: at most four blocks, each of which is compiled
+BLOCK = 256  # the fewest keys at a time; at most four blocks, because each is compiled
 
 
 def replace_attention_backward() -> None:
-    """Has torch.compile take `backward` for the gradient of F.scaled_dot_product_attention."""
+    """Makes torch.compile use `backward` as the gradient of F.scaled_dot_product_attention."""
     from torch._inductor.decomposition import select_decomp_table
 
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
     select_decomp_table()[operator] = backward
-    # the compiler's caches do not know what is taken for an operator
+    # the compiler's caches would not notice another version of this file
     torch.compiler.config.cache_key_tag = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
-    """The gradients of q, k and v from that of y, dy: all (B, nh, T, hs). lse (B, nh, T) is given.
+    """dq, dk, dv from dy, the gradient of y. All are (B, nh, T, hs); lse is (B, nh, T).
 
-    FlashAttention's (Dao et al. 2022, appendix B.2), for a block of keys and all later queries:
+    As in FlashAttention (Dao et al. 2022, appendix B.2), for a block of keys and all later queries:
     s = q kᵀ scale, p = exp(s - lse), dv = pᵀ dy, ds = p (dy vᵀ - rowsum(dy y)) scale, dq = ds k,
-    dk = dsᵀ q. Rounded to bfloat16, an s of 40 is off by 0.1, and p by a tenth. So the product
-    itself subtracts lse (`minus`): then its result is near 0 wherever p is not, and is rounded to
-    something near. The same for the row sums.
+    dk = dsᵀ q. Rounding to bfloat16 changes an s of 40 by 0.1, and p by a tenth. So we subtract lse
+    inside the product (`minus`). Results that matter are then near zero and lose little to
+    rounding. We subtract the row sums in the same way.
     """
     plain = is_causal and attn_mask is None and dropout_p == 0 and q.shape == k.shape
     if q.dtype != torch.bfloat16 or not plain:
@@ -55,7 +55,7 @@ def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale
         p = torch.where(visible, s.exp(), 0)
         dp = (dy_sum[..., start:, :] @ v_1[..., start:end, :].mT).float()
         ds = (p * dp * scale).to(q.dtype)
-        # not in place, which the compiler would refuse here; it adds all blocks in one pass
+        # The compiler refuses += here, and adds all blocks in one pass.
         dq = dq + F.pad(ds @ k[..., start:end, :], (0, 0, start, 0))
         dk.append(ds.mT @ q[..., start:, :])
         dv.append(p.to(q.dtype).mT @ dy[..., start:, :])
@@ -63,10 +63,10 @@ def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale
 
 
 def minus(x, subtracted):
-    """x (…, hs) and two columns more, whose product with ones is -subtracted (…, 1), to 16 bits.
+    """x (…, hs) with two more columns. Their product with ones is -subtracted (…, 1), to 16 bits.
 
-    A product is summed in float32 and rounded when it is complete. The first 8 bits are split off
-    by Dekker's method (1971): a cast to bfloat16 and back is what the compiler optimizes away.
+    A product is summed in float32 and rounded at the end. Dekker's method (1971) splits off the
+    first 8 bits. The compiler would remove a cast to bfloat16 and back.
     """
     large = (2**16 + 1) * subtracted
     high = large - (large - subtracted)

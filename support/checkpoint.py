@@ -1,9 +1,7 @@
 """A checkpoint: a complete Hugging Face model, with `training_state.pt` beside the weights.
 
-It is written under another name and renamed when everything is on the disk, so a directory called
-ckpt_* is whole; `checksums.json` has the SHA-256 of its files, so damage that comes later is found.
-Nothing that might be of use is deleted: a damaged checkpoint becomes damaged_ckpt_*, one that a
-resumed run leaves behind abandoned_ckpt_*.
+It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the SHA-256 of its
+files, to find later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
 """
 
 import json
@@ -13,17 +11,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from support.common import UserError, first_line, hash_file, sync
-from support.distributed import World
-from support.optimizer_state import FULL, gather_optimizers, resize_embedding
+from support.fingerprint import EMBEDDING, HEAD
 
 NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
 VERSION = 2  # of the training state; 1 had another order of the data, and no checksums
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
@@ -58,44 +61,38 @@ def save(
     model,
     optimizers: list[torch.optim.Optimizer],
     state: dict,
-    world: World,
+    world,
     card: dict | None = None,
 ) -> Path:
     """Writes log_dir/ckpt_{step:06d} -> its path.
 
-    model: a GPT before wrapping. state: plain values; it has `step`. Every rank calls it; rank 0
-    writes, whatever the sharding the same. A directory of that name is replaced, and is never
-    missing a file in between. Raises UserError on every rank if weights are not finite, or if the
-    disk is full or fails; what was there before stays.
+    model: a GPT before wrapping. state: plain values, with `step`. Every rank calls it; rank 0
+    writes. Raises UserError if weights are not finite, or if the disk is full or fails.
     """
     final = path_of(log_dir, state["step"])
     if world.sharding == "fsdp":
         weights: dict = get_model_state_dict(model, options=FULL)
     else:
         weights = model.state_dict()
-    optimizer_state = gather_optimizers(model, optimizers, world)
-    problem = ""
-    if world.is_main:
-        optimizer_state = resize_embedding(optimizer_state, model.config.vocab_size)
-        state = {**state, "version": VERSION, "optimizer": optimizer_state}
-        try:
+    moments = gather_optimizers(model, optimizers, world)
+    with world.together():
+        if world.is_main:
             sweep(final.parent)
+            moments = resize_embedding(moments, model.config.vocab_size)
             refuse_not_finite(weights, final)
-            refuse_full_disk(weights, optimizer_state, final)
+            refuse_full_disk(weights, moments, final)
             beside = final.with_name(f".{final.name}.tmp")
-            model.save_pretrained(beside, weights, card)
-            torch.save(state, beside / STATE)
-            finish(beside, final)
-        except UserError as error:
-            problem = str(error)
-        except Exception as error:  # of torch's and safetensors' writers, when the disk fails
-            problem = f"{final} cannot be written ({first_line(error)}); what was there is intact"
-    world.raise_together(problem)
+            try:
+                model.save_pretrained(beside, weights, card)
+                torch.save({**state, "version": VERSION, "optimizer": moments}, beside / STATE)
+                finish(beside, final)
+            except Exception as e:  # torch's and safetensors' writers have errors of their own
+                told = f"{final} cannot be written ({first_line(e)})"
+                raise UserError(f"{told}; older files are intact") from e
     return final
 
 
 def refuse_not_finite(weights: dict[str, torch.Tensor], final: Path) -> None:
-    """Raises UserError for weights that are infinite or not a number."""
     for name, w in weights.items():
         if not w.isfinite().all():
             raise UserError(
@@ -104,18 +101,18 @@ def refuse_not_finite(weights: dict[str, torch.Tensor], final: Path) -> None:
             )
 
 
-def refuse_full_disk(weights: dict, optimizer_state: dict, final: Path) -> None:
+def refuse_full_disk(weights: dict, moments: dict, final: Path) -> None:
     """Raises UserError if the disk has less room than a checkpoint needs."""
     tensors = list({w.data_ptr(): w for w in weights.values()}.values())  # a tied one once
-    for values in optimizer_state["state"].values():
-        tensors += [x for x in values.values() if isinstance(x, torch.Tensor)]
-    need = sum(x.numel() * x.element_size() for x in tensors)
+    for values in moments["state"].values():
+        tensors += values.values()
+    need = sum(x.nbytes for x in tensors)
     final.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(final.parent).free
     if need > free:
         raise UserError(
             f"{final} needs {need:,} bytes, the disk has {free:,} left: make room, then go on with "
-            "--resume auto; what was there is intact"
+            "--resume auto; older files are intact"
         )
 
 
@@ -125,103 +122,70 @@ def finish(beside: Path, final: Path) -> None:
     (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
     for path in (*beside.iterdir(), beside):
         sync(path)
-    old = final.with_name(f".{final.name}.old")
     if final.exists():
-        final.rename(old)
+        set_aside(final, "abandoned")
     beside.rename(final)
     sync(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def sweep(log_dir: Path) -> None:
-    """Clears away what a killed process left half-written or half-removed.
-
-    A checkpoint that was about to be replaced when the process was killed gets its name back.
-    """
+    """Removes what a killed process left half-written or half-removed."""
     for leftover in log_dir.glob(".ckpt_*"):
-        name = leftover.name.removeprefix(".")
-        if name.endswith(".old") and not (log_dir / name.removesuffix(".old")).exists():
-            leftover.rename(log_dir / name.removesuffix(".old"))
-        else:
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 # -- finding and reading
 
 
-def find(candidates: list[Path], world: World, say) -> Found | None:
+def find(candidates: list[Path], world, say) -> Found | None:
     """The first of these checkpoints that is whole; None if there are none. Every rank calls it.
 
-    Rank 0 looks, and names the damaged ones that it skips. Raises UserError on every rank if all
-    are damaged, or if one cannot be read now: that one may be whole.
+    Raises UserError if all are damaged, or if the disk cannot read one: it may still be whole.
     """
     path = None
     damaged: list[Path] = []
-    problem = ""
-    try:
-        if world.is_main:
-            path, damaged = first_whole(candidates, say)
-    except UserError as error:
-        problem = str(error)
-    world.raise_together(problem)
+    with world.together():
+        for candidate in candidates if world.is_main else []:
+            problem = damage_of(candidate)
+            if not problem:
+                path = candidate
+                break
+            say(f"skipping {candidate}: {problem}")
+            damaged.append(candidate)
+        if damaged and not path:
+            hint = "--overwrite starts anew, --init-from takes weights"
+            raise UserError(f"{problem}; no other is whole: {hint}")
     path, damaged = world.share((path, damaged))
     return Found(path, load_state(path), damaged) if path else None
-
-
-def first_whole(candidates: list[Path], say) -> tuple[Path | None, list[Path]]:
-    """The first that is whole, and the damaged ones before it."""
-    damaged: list[Path] = []
-    problem = ""
-    for candidate in candidates:
-        problem = damage_of(candidate)
-        if not problem:
-            return candidate, damaged
-        say(f"skipping {candidate}: {problem}")
-        damaged.append(candidate)
-    if damaged:
-        hint = "--overwrite starts anew, --init-from takes weights"
-        raise UserError(f"{problem}; no other is whole: {hint}")
-    return None, []
 
 
 def damage_of(directory: Path) -> str:
     """What is wrong with a checkpoint's files; empty if they are as they were written.
 
-    Raises UserError where one cannot be read now: a missing permission or a failing disk is no
-    damage.
+    Raises UserError for another version, or if the disk or memory fails: that is not damage.
     """
     try:
-        if not (directory / CHECKSUMS).exists():
-            load_state(directory)  # of an earlier version it has a sentence of its own
+        load_state(directory)
         expected = json.loads((directory / CHECKSUMS).read_bytes())
-        for name in {*expected, *NEEDED} - {"README.md"}:  # the model card is anyone's to edit
+        for name in {*expected, *NEEDED} - {"README.md"}:  # anyone may edit the model card
             if hash_file(directory / name) != expected.get(name):
                 return f"{directory / name} is not what was written (its SHA-256 differs)"
-        load_state(directory)
     except FileNotFoundError as error:
         return f"{error.filename} is missing"
-    except (OSError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise UserError(
-            f"{directory} cannot be read now ({reason}): mend that, then start again"
-        ) from None
+    except (OSError, MemoryError) as e:
+        raise UserError(f"{directory} cannot be read now ({e}): fix that, then start again") from e
     except UserError:
         raise
     except Exception as error:  # truncated or altered archives and JSON fail in many ways
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        return f"{directory} is damaged: {CHECKSUMS} or {STATE} cannot be read ({reason})"
+        return f"{directory} is damaged: {STATE} or {CHECKSUMS} cannot be read ({error!r:.200})"
     return ""
 
 
-def load_state(directory: str | Path) -> dict:
-    """The training state of a checkpoint, on the CPU, mapped: its tensors are read when needed.
-
-    Raises UserError for another version, and whatever torch.load does for a damaged file.
-    """
-    path = Path(directory) / STATE
-    path.open("rb").close()  # its errors are clearer than torch's
+def load_state(directory: Path) -> dict:
+    """A checkpoint's training state; tensors are read when needed. Raises what torch.load does."""
+    path = directory / STATE
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    version = state.setdefault("version", 1)  # the first ones did not say
+    version = state.get("version", 1)  # the first ones did not say
     if version != VERSION:
         raise UserError(
             f"{path} is of version {version}, this program reads version {VERSION} (CHANGELOG.md): "
@@ -231,31 +195,97 @@ def load_state(directory: str | Path) -> dict:
     return state
 
 
+# -- the states of the optimizers, as one dictionary by parameter names, for every sharding
+
+
+def gather_optimizers(model, optimizers: list, world) -> dict:
+    """The state of all optimizers, whole on rank 0. zero1's own state goes by numbers."""
+    if world.sharding != "zero1":
+        return get_optimizer_state_dict(model, optimizers, options=FULL)
+    whole: dict = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        optimizer.consolidate_state_dict(to=0)
+        if world.is_main:
+            names = parameter_names(model, optimizer)
+            numbered = optimizer.state_dict()
+            for i, values in numbered["state"].items():
+                whole["state"][names[i]] = values
+            for group in numbered["param_groups"]:
+                named = [names[i] for i in group["params"]]
+                whole["param_groups"].append({**group, "params": named})
+    return whole
+
+
+def parameter_names(model, optimizer: torch.optim.Optimizer) -> list[str]:
+    """The names of an optimizer's parameters, in its own order."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def resize_embedding(moments: dict, rows: int) -> dict:
+    """Cuts the embedding's moments to `rows`, or pads them with zeros: no padding is saved."""
+    states = dict(moments["state"])
+    for name in {EMBEDDING, HEAD} & set(states):
+        states[name] = dict(states[name])
+        for key, x in states[name].items():
+            if x.dim() == 2:
+                missing = max(0, rows - len(x))
+                states[name][key] = torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
+    return {**moments, "state": states}
+
+
+def load_optimizers(model, optimizers: list, moments: dict, world) -> None:
+    """Gives the optimizers their part of a checkpoint's `optimizer`, saved with any sharding.
+
+    Their options (weight decay, betas) stay as they are: the flags decide.
+    """
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    options = [{key: x for key, x in group.items() if key != "params"} for group in groups]
+    whole = resize_embedding(moments, model.transformer.wte.weight.size(0))
+    if world.sharding == "zero1":
+        for optimizer in optimizers:
+            optimizer.load_state_dict(number_parameters(model, optimizer, whole))
+    else:
+        set_optimizer_state_dict(model, optimizers, whole, options=FULL)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, values in zip(groups, options, strict=True):
+        group.update(values)
+
+
+def number_parameters(model, optimizer: torch.optim.Optimizer, whole: dict) -> dict:
+    """One optimizer's part of the state, by numbers, as zero1 takes it."""
+    number = {name: i for i, name in enumerate(parameter_names(model, optimizer))}
+    states = {number[name]: values for name, values in whole["state"].items() if name in number}
+    groups = [
+        {**group, "params": [number[name] for name in group["params"]]}
+        for group in whole["param_groups"]
+        if group["params"][0] in number
+    ]
+    return {"state": states, "param_groups": groups}
+
+
 # -- moving aside and removing
 
 
-def set_aside(path: Path, why: str) -> Path:
-    """Renames a checkpoint to {why}_ckpt_…, which nothing takes for one -> its new path."""
+def set_aside(path: Path, why: str) -> None:
+    """Renames a checkpoint to {why}_ckpt_…, which no resume looks at."""
     target = path.with_name(f"{why}_{path.name}")
     number = 2
     while target.exists():
         target = path.with_name(f"{why}_{path.name}_{number}")
         number += 1
-    return path.rename(target)
+    path.rename(target)
 
 
-def prune(log_dir: str | Path, keep: int, best: Path | None = None) -> None:
-    """Removes all checkpoints but the `keep` newest and the best.
-
-    Call it when the newest is safe on the disk.
-    """
+def prune(log_dir: str | Path, keep: int, best: int | None = None) -> None:
+    """Removes all checkpoints but the `keep` newest and that of step `best`."""
     for path in checkpoints(log_dir)[:-keep]:
-        if path != best:
+        if step_of(path) != best:
             remove(path)
 
 
 def remove(path: Path) -> None:
-    """Under another name first: at no time is there a ckpt_ directory that is not whole."""
+    """Renames it first: no directory called ckpt_* is ever half-removed."""
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
     shutil.rmtree(path.rename(hidden))

@@ -1,6 +1,6 @@
-"""One process or many: the only file that knows `torch.distributed`'s process group.
+"""One process or many. Only this file touches the process group of `torch.distributed`.
 
-In one process everything here is a no-op.
+In one process, no communication takes place.
 """
 
 import os
@@ -17,13 +17,12 @@ from support.device import pick_device
 
 
 class World:
-    """The processes of this run, as torchrun starts them: this one is `rank` of `size`.
+    """The processes of this run, as torchrun starts them. This one is `rank` of `size`.
 
-    device: auto (a GPU where there is one, else the CPU), cuda, mps or cpu. sharding: what the
-    processes divide among them besides the batch: nothing (ddp), the optimizer's state (zero1),
-    or weights and gradients too (fsdp). Use it as a context manager: the process group is
-    destroyed at the end, so that no rank hangs or complains at exit. Raises
-    UserError for a device that is not there.
+    device: auto (a GPU if there is one, else the CPU), cuda, mps or cpu. sharding: what the
+    processes divide besides the batch: nothing (ddp), the optimizer's state (zero1), or the weights
+    and gradients too (fsdp). Use it as a context manager: it leaves the process group at the end,
+    so that no rank hangs or complains at exit. Raises UserError for a device that is not there.
     """
 
     def __init__(self, device: str = "auto", sharding: str = "ddp"):
@@ -51,7 +50,7 @@ class World:
                 )
             device = torch.device("cuda", local_rank)
             torch.cuda.set_device(device)
-        elif self.size > 1:  # torchrun allows one thread a process; share the cores instead
+        elif self.size > 1:  # torchrun gives each process one thread; share the cores instead
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
         return device
 
@@ -59,9 +58,9 @@ class World:
         """Meets the other processes."""
         store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun's store outlives the workers that it restarts, and so would the dead ones'
-            # addresses in it. With several nodes, which count their restarts apart,
-            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new one.
+            # torchrun's store outlives the workers that it restarts, and so would the dead
+            # workers' addresses. Several nodes count their restarts apart: there,
+            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store.
             restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
             store = dist.PrefixStore(f"start {restarts}", store)
         on_gpu = self.device.type == "cuda"
@@ -77,12 +76,12 @@ class World:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        """After an error, calls no collective: other processes may be in a different one.
+
+        The process prints what happened and exits (common.run_script). torchrun ends the others.
+        """
         if error is None:
             self.close()
-            return
-        # After an error no collective: destroying an NCCL group is one, and its peers may be in
-        # another. The process prints what happened and leaves (common.run_script); torchrun ends
-        # the others.
         lost = re.search("onnection (closed|reset|refused)", str(error))
         if isinstance(error, RuntimeError) and lost:
             raise UserError(
@@ -98,9 +97,8 @@ class World:
     def place(self, model) -> None:
         """Moves the model to the device; with fsdp only this process's part of each tensor.
 
-        fsdp gathers a block when it is its turn (Zhao et al. 2023), in float32: gathered in 16
-        bits, layer norms and the residual stream would be rounded too, which autocast leaves in
-        float32, and the run would be another than with ddp. Call it before the optimizer is made.
+        Call it before the optimizer is made. fsdp gathers each block when its turn comes (Zhao et
+        al. 2023), in float32: gathered in 16 bits, layer norms and residual stream would differ.
         """
         if self.sharding != "fsdp":
             model.to(self.device)
@@ -124,10 +122,10 @@ class World:
         return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     def sync_gradients(self, model: torch.nn.Module, on: bool) -> None:
-        """Whether the next forward and backward average the gradients.
+        """Sets whether the next backward pass averages the gradients.
 
-        DDP decides it in the forward, so call it before. fsdp averages in every micro-step: a
-        process that waited for the last one would have to hold all gradients whole.
+        Call it before the forward, where DDP decides it. fsdp averages in every micro-step: to
+        wait for the last one, each process would have to hold all gradients whole.
         """
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = on
@@ -135,7 +133,7 @@ class World:
     def make_optimizer(
         self, params, optimizer_class: type[torch.optim.Optimizer], **defaults
     ) -> torch.optim.Optimizer:
-        """An optimizer; with zero1 each process keeps the state of its part of the parameters."""
+        """An optimizer. With zero1, each process keeps the state of its part of the parameters."""
         if self.sharding == "zero1":
             from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -144,9 +142,9 @@ class World:
 
     @contextmanager
     def whole(self, model):
-        """Evaluation: within it processes may call the model unequally often.
+        """For evaluation: inside, processes may call the model unequally often, but at least once.
 
-        With fsdp all weights are gathered before, and stay.
+        With fsdp, it first gathers all weights, and they stay until the end.
         """
         parts = parts_of(model) if self.sharding == "fsdp" else []
         for part in parts:
@@ -172,10 +170,7 @@ class World:
         return self.sum(x) / self.size
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is set on any process: the same answer on each.
-
-        It is sent from the CPU, and does not wait for the GPU.
-        """
+        """Whether any process sets the flag. It travels between CPUs: no GPU waits for it."""
         return self.sum(torch.tensor(int(flag))).item() > 0
 
     def share(self, value):
@@ -186,18 +181,20 @@ class World:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def raise_together(self, problem: str) -> None:
-        """Raises UserError on every process if one of them has a problem."""
+    @contextmanager
+    def together(self):
+        """A mistake or a failing disk inside, on one process, is a UserError on every process."""
+        problem = ""
+        try:
+            yield
+        except (UserError, OSError) as error:
+            problem = str(error)
         if self.any(bool(problem)):
             raise UserError(problem or f"rank {self.rank}: another process has failed and says why")
 
-    def barrier(self) -> None:
-        """Waits until every process has come here."""
-        self.any(False)
-
 
 def parts_of(model) -> list:
-    """What fsdp gathers at a time: each block, and the model with what the blocks leave."""
+    """What fsdp gathers at a time: each block, and the rest of the model."""
     return [*model.transformer.h, model]
 
 
@@ -205,14 +202,13 @@ def parts_of(model) -> list:
 
 
 class Interrupted(Exception):
-    """SIGTERM or SIGINT came: the unfinished update or evaluation is dropped."""
+    """SIGTERM or SIGINT came. The unfinished update or evaluation is dropped."""
 
 
 class Stop:
     """Remembers SIGTERM and SIGINT, and raises Interrupted on all processes at the same point.
 
-    A second SIGINT ends at once. Of SIGTERM there may well be two: SLURM's own, and torchrun's that
-    passes it on.
+    A second SIGINT ends at once. A second SIGTERM does not: SLURM sends one, torchrun another.
     """
 
     def __init__(self, world: World):

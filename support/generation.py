@@ -1,208 +1,160 @@
 """New tokens from a model: a KV cache, the choice of a token, and the loop around them.
 
-Everything here works with any model that has `config`, `embed`, `blocks` and `logits`, as GPT
-has.
-
-Without a cache each new token costs a pass over all tokens before it. But in a causal model the
-keys and values of a token never change once it has been read: they are kept, and a new token
-costs one position. The first pass over the prompts is the *prefill*, each later one a *decode*.
+Without a cache each new token costs a pass over all tokens before it. But in a causal model a
+token's keys and values never change. The cache keeps them, so a new token costs one position.
+The first pass over the prompts is the *prefill*, each later one a *decode*. `model` is anything
+that has GPT's `config`, `embed`, `blocks` and `logits`.
 """
 
-from collections.abc import Iterator, Sequence
-
 import torch
-import torch.nn.functional as F
 
 from support.common import UserError
-from support.device import dtype_name
 
 
 class KVCache:
     """Keys and values of every layer, (B, nh, S, hs) each, in memory that stays where it is.
 
-    All rows advance together: a column belongs to the same step in every row. A prompt that is
-    shorter than the others leaves columns which `mask` hides; its tokens' positions are counted
-    without them.
+    All rows advance together: a column belongs to the same step in every row. A shorter prompt
+    leaves columns empty. `mask` hides them, and `pos` does not count them.
     """
 
     def __init__(self, model, B: int, S: int):
         c = model.config
         like = next(model.parameters())
         shape = (B, c.n_head, S, c.n_embd // c.n_head)
+        self.model = model
         self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(c.n_layer)]
         self.columns = torch.arange(S, device=like.device)
 
-    def start_prefill(self, lengths, width: int) -> list[tuple]:
-        """Takes prompts of these lengths (B,) in the first `width` columns.
-
-        -> for each layer, where its keys and values go.
-        """
-        self.width = width
+    def prefill(self, contexts):
+        """Reads whole contexts, from the first column on -> logits (B, V) of what follows each."""
+        idx = pad(contexts, self.columns.device)  # (B, T)
+        lengths = torch.tensor([len(context) for context in contexts], device=idx.device)
+        self.width = idx.size(1)
         self.pos = lengths[:, None] - 1  # (B, 1)
-        is_prompt = self.columns < lengths[:, None]  # (B, S)
-        self.mask = is_prompt[:, None, None, :]  # (B, 1, 1, S): what is seen
-        return [(k, v, self.columns[:width]) for k, v in self.layers]
+        self.mask = (self.columns <= self.pos)[:, None, None]  # (B, 1, 1, S): what is seen
+        columns = self.columns[: self.width]
+        x = self.model.embed(idx, columns)
+        x = self.model.blocks(x, caches=[(k, v, columns) for k, v in self.layers])
+        return self.model.logits(x[torch.arange(len(x), device=idx.device), lengths - 1])
 
-    def add_column(self) -> list[tuple]:
-        """Takes one more column -> for each layer, where its keys and values go.
-
-        `pos` and `mask` are then those of the new tokens.
-        """
+    def decode(self, token, step):
+        """Reads one more token per row, (B,) -> logits (B, V) of what follows."""
         column = self.columns[self.width : self.width + 1]
         self.width += 1
-        self.pos = self.pos + 1
+        self.pos += 1
         self.mask[..., column] = True
-        return [(k, v, column) for k, v in self.layers]
+        x = self.model.embed(token[:, None], self.pos)
+        return step(self.model, x, self.mask, [(k, v, column) for k, v in self.layers])
 
 
-COLDEST = 1e-30  # the lowest temperature that float32 logits can be divided by
+def pad(rows, device=None, value=0) -> torch.Tensor:
+    """B lists of at most T numbers -> (B, T) int64, filled up at the right.
+
+    Causal attention never looks there, and every vocabulary has a token 0.
+    """
+    T = max(map(len, rows))
+    return torch.tensor([row + [value] * (T - len(row)) for row in rows], device=device)
 
 
-def choose(
-    logits,
-    temperature: float = 1.0,
-    top_k: int | None = 50,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-):
+def step_of_one_token(model, x, mask, caches):
+    """The embedding of one more token per row, (B, 1, C) -> logits (B, V) of the next."""
+    return model.logits(model.blocks(x, mask, caches)[:, -1])
+
+
+def compiled_step(model):
+    """`step_of_one_token`, compiled for weights that stay as they are, and kept with the model.
+
+    It takes half a minute. On a CPU inductor repacks the weights for its own kernels.
+    """
+    if "compiled_step" not in vars(model):
+        import torch._inductor.config as inductor
+
+        on_cpu = next(model.parameters()).device.type == "cpu"
+        with_options = inductor.patch(
+            freezing=on_cpu, max_autotune=on_cpu, max_autotune_gemm_backends="CPP"
+        )
+        step = torch.compile(step_of_one_token, dynamic=False)
+        vars(model)["compiled_step"] = with_options(step)
+    return vars(model)["compiled_step"]
+
+
+def choose(logits, temperature=1.0, top_k=50, top_p=None, generator=None):
     """One token (B,) from logits (B, V).
 
-    The likeliest at temperature 0 (and next to it), else a draw from the top_k likeliest, of these
-    from as many as it takes to hold the probability top_p (Holtzman et al. 2020); None is all.
-    `generator` lives on the logits' device.
+    At temperature 0 it is the likeliest token. Otherwise it is drawn from the top_k likeliest, and
+    only from the likeliest of these that together hold the probability top_p (Holtzman et al.
+    2020). None: no limit. `generator` must be on the logits' device.
     """
-    if temperature < COLDEST:
+    if temperature < 1e-30:  # float32 logits cannot be divided by less
         return logits.argmax(-1)
     V = logits.size(-1)
     values, indices = logits.topk(min(top_k or V, V))  # sorted, largest first
     probs = (values / temperature).softmax(-1)
-    if top_p is not None:
+    if top_p is not None and top_p < 1:
         before = probs.cumsum(-1) - probs  # what the likelier ones hold
         probs = probs.masked_fill(before > top_p, 0)  # so the likeliest always stays
     drawn = torch.multinomial(probs, 1, generator=generator)
     return indices.gather(-1, drawn)[:, 0]
 
 
-def generate(
-    model, idx, max_new_tokens: int, *, lengths=None, stop=None, **sampling
-) -> torch.Tensor:
-    """idx (B, T) int64 -> (B, T + n): each row its prompt, its new tokens, then `stop`.
-
-    Rows that end early are filled up with `stop`, or with the last token of the vocabulary, as
-    which GPT-2 has <|endoftext|>. lengths (B,): how much of each row of idx is prompt (default:
-    all of it), so that prompts of different lengths share a batch. The other arguments are those
-    of `stream`.
-    """
-    B, T = idx.shape
-    lengths = [T] * B if lengths is None else [int(n) for n in lengths]
-    new = list(stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **sampling))
-    fill = model.config.vocab_size - 1 if stop is None else stop
-    out = F.pad(idx, (0, len(new)), value=fill)
-    drawn = torch.stack(new, 1) if new else idx[:, :0]  # (B, n)
-    for b, n in enumerate(lengths):
-        out[b, n:] = fill
-        out[b, n : n + len(new)] = drawn[b]
-    return out
-
-
 @torch.no_grad()
-def stream(
-    model, idx, max_new_tokens: int, *, lengths=None, stop=None, compile=False, **choice
-) -> Iterator[torch.Tensor]:
+def stream(model, idx, max_new_tokens: int, *, lengths=None, stop=None, compile=False, **choice):
     """Yields (B,) tokens as they are made, at most max_new_tokens times.
 
-    It ends early when every row has produced `stop`. choice: temperature, top_k, top_p and
-    generator, as `choose` takes them. compile: the step of one token is compiled, once for each
-    size of batch and of cache (the prompts' width + max_new_tokens), with today's weights as
-    constants in it: for long or many generations.
+    Ends early when every row has produced `stop`. idx: B prompts, as a tensor (B, T) or as lists.
+    lengths (B,): how much of each row is prompt (default: all of it). choice: see `choose`.
+    compile: compiles the step of one token, for fixed weights and each size of batch and cache
+    (T + max_new_tokens). It is worth it for long or many generations.
 
-    A row that outgrows the context window goes on from the newest half of it: all rows are then
-    read anew, once in half a window of tokens. Raises UserError for impossible lengths, and where
-    the model gives no finite logits.
+    When a row outgrows the window, only its newest half is kept, and all rows are read again.
+    Raises UserError if the logits are not finite.
     """
-    B, T = idx.shape
-    lengths = [T] * B if lengths is None else [int(n) for n in lengths]
-    if min(lengths) < 1 or max(lengths) > T:
-        raise UserError(
-            f"lengths {lengths}: every prompt needs at least 1 and at most {T} tokens "
-            "(the width of idx)"
-        )
     window = model.config.block_size
-    kept = max(1, window // 2)  # of a row that outgrows it
-    cache = KVCache(model, B, min(window, T + max_new_tokens))
-    step = compiled_decode(model) if compile else decode
-    contexts = [idx[b, :n].tolist() for b, n in enumerate(lengths)]  # what each row can look at
-    done = torch.zeros(B, dtype=torch.bool, device=idx.device)
+    contexts = cut(idx, lengths)  # what each row can look at
+    longest = max(map(len, contexts))
+    cache = KVCache(model, len(contexts), min(window, longest + max_new_tokens))
+    step = compiled_step(model) if compile else step_of_one_token
     token = None
     for _ in range(max_new_tokens):
         too_long = [context for context in contexts if len(context) > window]
-        for context in too_long:
-            del context[:-kept]
-        if token is None or too_long:  # nothing is cached yet, or a row's positions have moved
-            logits = prefill(model, contexts, cache)
+        if token is None or too_long:  # nothing is cached, or a row's positions move
+            for context in too_long:
+                del context[: -(window // 2)]
+            logits = cache.prefill(contexts)
         else:
-            caches = cache.add_column()
-            x = model.embed(token[:, None], cache.pos)
-            logits = step(model, x, cache.mask, caches)
-        check_logits(logits)
-        token = choose(logits.float(), **choice)
-        if stop is not None:
-            token = token.masked_fill(done, stop)
-            done |= token == stop
+            logits = cache.decode(token, step)
+        if not logits.isfinite().all():
+            raise UserError(
+                "the model's logits are infinite or not a number: try --dtype float32, else "
+                "another checkpoint"
+            )
+        new = choose(logits.float(), **choice)
+        if token is not None and stop is not None:
+            new = new.masked_fill(token == stop, stop)  # in rows that have ended
+        token = new
         for context, t in zip(contexts, token.tolist(), strict=True):
             context.append(t)
         yield token
-        if stop is not None and done.all():
+        if all(context[-1] == stop for context in contexts):
             return
 
 
-def check_logits(logits) -> None:
-    """Raises UserError unless all of them are finite: no token can be drawn from others."""
-    if not logits.isfinite().all():
-        dtype = dtype_name(logits.dtype)
-        raise UserError(
-            f"the model's logits in {dtype} are infinite or not a number: its weights are "
-            "spoiled, or too large for this precision; try float32, else another checkpoint"
-        )
+def cut(idx, lengths) -> list:
+    """The rows of idx as lists, each cut to its length, if it has one."""
+    rows = idx if isinstance(idx, list) else idx.tolist()
+    if lengths is None:
+        lengths = [None] * len(rows)
+    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
 
 
-def prefill(model, contexts: list[list[int]], cache: KVCache):
-    """Reads whole contexts into the cache -> logits (B, V) of what follows each."""
-    device = cache.columns.device
-    lengths = torch.tensor([len(context) for context in contexts], device=device)
-    idx = pad(contexts, device)  # (B, T)
-    T = idx.size(1)
-    pos = torch.arange(T, device=device)
-    x = model.blocks(model.embed(idx, pos), caches=cache.start_prefill(lengths, T))
-    last = x[torch.arange(len(x), device=device), lengths - 1]
-    return model.logits(last)
+def generate(model, idx, max_new_tokens: int, *, lengths=None, stop=None, **sampling):
+    """idx (B, T) int64 -> (B, T + n): each row its prompt, its new tokens, then padding.
 
-
-def pad(rows: Sequence[Sequence[int]], device=None) -> torch.Tensor:
-    """B rows of at most T numbers -> (B, T) int64, with zeros at the right.
-
-    There causal attention never looks, and every vocabulary has a token 0.
+    The padding is `stop`, or the vocabulary's last token, GPT-2's <|endoftext|>. The arguments are
+    those of `stream`.
     """
-    T = max(map(len, rows))
-    return torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=device)
-
-
-def decode(model, x, mask, caches):
-    """The embedding of one more token a row, (B, 1, C) -> logits (B, V) of the next."""
-    return model.logits(model.blocks(x, mask, caches)[:, -1])
-
-
-def compiled_decode(model):
-    """`decode`, compiled for weights that stay as they are, and kept with the model.
-
-    Compiling takes half a minute. On a CPU inductor repacks the weights for its own kernels.
-    """
-    if "compiled_decode" not in vars(model):
-        import torch._inductor.config as inductor
-
-        options = {}
-        if next(model.parameters()).device.type == "cpu":
-            options = dict(freezing=True, max_autotune=True, max_autotune_gemm_backends="CPP")
-        step = inductor.patch(options)(torch.compile(decode, dynamic=False))
-        vars(model)["compiled_decode"] = step
-    return vars(model)["compiled_decode"]
+    tokens = stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **sampling)
+    drawn = torch.stack(list(tokens), 1).tolist()  # (B, n)
+    rows = [prompt + new for prompt, new in zip(cut(idx, lengths), drawn, strict=True)]
+    return pad(rows, idx.device, model.config.vocab_size - 1 if stop is None else stop)

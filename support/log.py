@@ -1,22 +1,26 @@
-"""What a run writes down: log.txt, metrics.jsonl, and what a tracker gets."""
+"""What a run writes down: log.txt, metrics.jsonl and a tracker. Reads the two files back, too."""
 
+import importlib
 import json
-import os
-import socket
-import time
+import re
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
+from types import SimpleNamespace
 
 from support.common import UserError, say, sync, write_whole
-from support.records import STREAMS, read_metrics
-from support.trackers import Tracker, open_tracker
+
+# The streams of log.txt: the field of a record that holds the value, and its digits
+STREAMS = {"train": ("loss", 6), "val": ("val_loss", 4), "hella": ("hellaswag", 4)}
+RECENT = 10  # reports average so many of the last training losses: a single loss is noise
 
 
 class Log:
-    """The console, log.txt, metrics.jsonl and a tracker; silent off rank 0.
+    """Writes to the console, log.txt, metrics.jsonl and a tracker, on rank 0 only.
 
-    log.txt has `{step} {stream} {value}`, as in build-nanogpt. `start` or `resume` first, then
-    `record` and `say`, then `close`.
+    A line of log.txt is `{step} {stream} {value}`, as in build-nanogpt. Call `start` or `resume`
+    first, then `record` and `say`, then `close`.
     """
 
     def __init__(self, log_dir: str | Path, is_main: bool, tracker: str = "none"):
@@ -25,73 +29,60 @@ class Log:
         self.text = self.dir / "log.txt"
         self.metrics = self.dir / "metrics.jsonl"
         self.tracker_name = tracker
-        self.tracker = Tracker()
+        self.tracker = None
 
     def start(self, run: dict) -> None:
-        """Begins a new run: the first line of metrics.jsonl says what it is."""
+        """Begins a new run. `run` becomes the first line of metrics.jsonl."""
         if self.is_main:
-            self.write([{"type": "run", **run}])
-            self.tracker = open_tracker(self.tracker_name, self.dir, run, step=0)
+            self.begin([{"type": "run", **run}], run, 0)
 
     def resume(self, step: int, evaluated: bool, run: dict, ours: bool = True) -> None:
-        """Cuts both files back to a checkpoint's step and goes on from there.
+        """Cuts both files back to a checkpoint's step, so that no step appears twice.
 
-        So no step appears twice. evaluated: whether the evaluations of that very step were done
-        before the checkpoint. ours: whether what the files hold is of the same run.
+        evaluated: whether the run had evaluated this step before it saved the checkpoint.
+        ours: whether the files belong to the run that is resumed.
         """
+        if not self.is_main:
+            return
+        records = []
+        if ours and self.metrics.exists():
+            records = read_metrics(self.metrics)
+            lost = self.metrics.read_bytes().count(b"\n") - len(records)
+            if lost > 0:  # a kill only cuts the last line, which then has no end
+                self.say(f"{self.metrics}: damaged lines left out: {lost}")
+        done = step if evaluated else step - 1
+        last = {"train": step - 1, "end": step - 1, "val": done, "hella": done, "samples": done}
+        kept = [r for r in records if r.get("step", 0) <= last.get(r["type"], step)]
+        self.begin([*kept, {"type": "resume", "step": step, **run}], run, step)
 
-        def stays(record: dict) -> bool:
-            if record["type"] == "run" or record["step"] < step:
-                return True
-            if record["step"] > step or record["type"] in ("train", "end"):
-                return False
-            return evaluated or record["type"] == "resume"
-
-        if self.is_main:
-            records = [record for record in self.read_back() if ours and stays(record)]
-            self.write([*records, {"type": "resume", "step": step, **run}])
-            self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
-
-    def read_back(self) -> list[dict]:
-        """The records so far. A file with lines that are none is kept beside, and said so."""
-        if not self.metrics.exists():
-            return []
-        content = self.metrics.read_bytes()
-        records = read_metrics(self.metrics)
-        whole_lines = content.count(b"\n")  # what a kill left half-written has no end
-        if len(records) < whole_lines:
-            aside = self.metrics.with_name(f"damaged_{self.metrics.name}")
-            write_whole(aside, content)
-            lost = whole_lines - len(records)
-            self.say(f"{self.metrics}: {lost} lines are no records; the file is kept as {aside}")
-        return records
-
-    def write(self, records: list[dict]) -> None:
-        """Makes both files anew, each whole or not at all."""
-        lines = [json.dumps(record) for record in records]
-        text = [line for record in records if (line := line_of(record))]
-        try:
+    def begin(self, records: list[dict], run: dict, step: int) -> None:
+        """Replaces both files and opens the tracker."""
+        with writing(self.dir):
             self.dir.mkdir(parents=True, exist_ok=True)
-            write_whole(self.metrics, as_bytes(lines))
-            write_whole(self.text, as_bytes(text))
-        except OSError as error:
-            raise cannot_be_written(self.metrics, error) from None
+            write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
+            write_whole(self.text, "".join(map(line_of, records)).encode())
+        self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
 
     def record(self, step: int, type: str, **values) -> None:
-        """One line in metrics.jsonl and, of training, validation and HellaSwag, in log.txt."""
+        """Adds a line to metrics.jsonl. log.txt gets the losses and the HellaSwag score."""
         if not self.is_main:
             return
         record = {"type": type, "step": step, **values}
-        append(self.metrics, json.dumps(record))
-        if line := line_of(record):
-            append(self.text, line)
-        self.tracker.log(step, {f"{type}/{name}": value for name, value in values.items()})
+        with writing(self.dir), open(self.metrics, "a") as metrics, open(self.text, "a") as text:
+            metrics.write(json.dumps(record) + "\n")
+            text.write(line_of(record))
+        if type == "samples":
+            values["samples"] = "\n\n---\n\n".join(values["samples"])
+        if self.tracker:
+            known = {f"{type}/{k}": v for k, v in values.items() if v is not None}
+            self.tracker.log(known, step=step)
 
     def sync(self) -> None:
-        """Waits until all that is recorded is on the disk."""
+        """Waits until everything recorded is on the disk."""
         if self.is_main:
-            sync(self.text)
-            sync(self.metrics)
+            with writing(self.dir):
+                sync(self.text)
+                sync(self.metrics)
 
     def say(self, message: str = "") -> None:
         """Prints on rank 0."""
@@ -99,68 +90,136 @@ class Log:
             say(message)
 
     def close(self) -> None:
-        self.tracker.close()
+        if self.tracker:
+            self.tracker.finish()
 
 
 @contextmanager
 def alone_in(log_dir: str | Path, world, patience: float):
-    """Holds log_dir for this run: two that write into it would spoil both.
+    """Locks log_dir, so that no second run spoils its files. Any end of the process unlocks it.
 
-    Rank 0 of `world` holds the lock, which the system releases however the process ends. Raises
-    UserError on every rank if another run still has it after `patience` seconds.
+    Raises UserError on every rank if another run still holds the lock after `patience` seconds.
     """
     from filelock import FileLock, Timeout
 
     lock = FileLock(Path(log_dir) / ".lock", timeout=patience)
-    owner = Path(log_dir) / ".owner"
-    problem = ""
-    if world.is_main:
+    with world.together(), writing(Path(log_dir)):
         try:
-            Path(log_dir).mkdir(parents=True, exist_ok=True)
-            lock.acquire()
-            began = time.strftime("%Y-%m-%d %H:%M:%S")
-            write_whole(owner, f"process {os.getpid()} of {socket.gethostname()}, {began}".encode())
+            if world.is_main:
+                lock.acquire()  # makes the directory, too
         except Timeout:
-            holder = ""
-            with suppress(OSError):
-                holder = f" ({owner.read_text()})"
-            problem = (
-                f"another run{holder} is writing to {log_dir}: "
-                "wait for it or stop it, or choose another --log-dir"
-            )
-        except OSError as error:
-            problem = f"{log_dir} cannot be written ({error.strerror}): choose another --log-dir"
+            what = f"another run is writing to {log_dir}"
+            raise UserError(f"{what}: wait for it, or choose another --log-dir") from None
         except NotImplementedError:
             say(f"{log_dir}: this file system has no locks: let no other run write here")
-    world.raise_together(problem)
     try:
         yield
     finally:
         lock.release()
 
 
+@contextmanager
+def writing(directory: Path):
+    """Adds to an OSError what could not be written, and the way out."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename or directory} cannot be written ({error.strerror})"
+        raise UserError(f"{what}: solve that, then go on with --resume auto") from None
+
+
 def line_of(record: dict) -> str:
-    """What log.txt has of a record: nothing of samples and the like."""
+    """A record's line of log.txt; empty for samples and the like."""
     name, digits = STREAMS.get(record["type"], ("", 0))
     value = record.get(name)
-    if not isinstance(value, (int, float)):
-        return ""
-    return f"{record['step']} {record['type']} {value:.{digits}f}"
+    return "" if value is None else f"{record['step']} {record['type']} {value:.{digits}f}\n"
 
 
-def as_bytes(lines: list[str]) -> bytes:
-    return "".join(line + "\n" for line in lines).encode()
+# -- reading back
 
 
-def append(path: Path, line: str) -> None:
-    try:
-        with open(path, "ab") as file:
-            file.write(as_bytes([line]))
-    except OSError as error:
-        raise cannot_be_written(path, error) from None
+@dataclass
+class LoggedRun:
+    """A run, read from its directory. If that has only a log.txt, there are no records."""
+
+    name: str
+    streams: dict[str, tuple]  # train, val and hella: the steps and the values
+    records: list[dict]  # the lines of metrics.jsonl
+    config: dict
+
+    def series(self, field: str, type: str = "train") -> tuple[list, list]:
+        """Steps and values of a field (lr, norm, …) of a type of record, where it is known."""
+        rows = [r for r in self.records if r["type"] == type and r.get(field) is not None]
+        return [row["step"] for row in rows], [row[field] for row in rows]
 
 
-def cannot_be_written(path: Path, error: OSError) -> UserError:
-    return UserError(
-        f"{path} cannot be written ({error.strerror}): mend that, then go on with --resume auto"
-    )
+def read_log(path: Path) -> dict[str, tuple]:
+    """Reads log.txt, ours or build-nanogpt's."""
+    streams: dict = {}
+    line = re.compile(r"^(\d+) (\w+) (\d+\.\d+|nan|inf)\n", re.MULTILINE)
+    for step, stream, value in line.findall(path.read_text(errors="replace")):
+        steps, values = streams.setdefault(stream, ([], []))
+        steps.append(int(step))
+        values.append(float(value))
+    return streams
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The records of metrics.jsonl. Skips damaged lines."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(json.JSONDecodeError):
+            record = json.loads(line)
+            if isinstance(record, dict) and "type" in record:
+                records.append(record)
+    return records
+
+
+def starts_of(records: list[dict]) -> list[dict]:
+    """The records of the run's start and of each resume."""
+    return [record for record in records if record["type"] in ("run", "resume")]
+
+
+def read_run(directory: str | Path, **config) -> LoggedRun:
+    """Reads a run's directory. `config` describes a run that has only a log.txt:
+
+    read_run("build-nanogpt/log", data_dir="edu_fineweb10B", total_batch_size=524288, n_layer=12)
+    """
+    directory = Path(directory)
+    metrics = directory / "metrics.jsonl"
+    records = read_metrics(metrics) if metrics.exists() else []
+    first = records[0] if records else {}
+    config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
+    return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
+
+
+def read_runs(*patterns: str) -> list[LoggedRun]:
+    """Reads the runs in all matching directories: read_runs("runs/*", "log/quickstart")."""
+    logs = [Path(log) for pattern in patterns for log in sorted(glob(f"{pattern}/log.txt"))]
+    if not logs:
+        raise FileNotFoundError(f"no run in {patterns}: make quickstart makes log/quickstart")
+    return [read_run(log.parent) for log in logs]
+
+
+# -- trackers
+
+
+def open_tracker(name: str, log_dir: Path, run: dict, step: int):
+    """Returns None or something with wandb's `log(values, step=…)` and `finish()`."""
+    if name == "none":
+        return None
+    if name != "tensorboard":
+        service = importlib.import_module(name)
+        service.init(project="gpt2", name=log_dir.name, config=run["config"])
+        return service
+    from torch.utils.tensorboard import SummaryWriter
+
+    # purge_step: a resumed run replaces the steps that it repeats
+    writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)
+
+    def log(values: dict, step: int) -> None:
+        for name, value in values.items():
+            add = writer.add_text if isinstance(value, str) else writer.add_scalar
+            add(name, value, step)
+
+    return SimpleNamespace(log=log, finish=writer.close)

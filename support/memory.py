@@ -1,24 +1,123 @@
-"""How much memory a process of a training run needs. Arithmetic alone: no device, no torch.
+"""How much memory a training process needs, and the largest micro-batch that fits.
 
-plan.py prints it before a run, and fitting.py takes it where a micro-batch cannot be tried.
+plan.py prints the estimate before a run. Training uses it where it cannot try a micro-batch out.
 """
 
 import math
 from collections.abc import Callable
 
-HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
-# The part of the free memory that an estimate may fill. On a GPU it leaves room for an error of
-# 15% and for the headroom; on a CPU for other programs and for the holes of the heap, which were a
-# third of the peak of a small model (device.keep_freed_memory).
-FILL = {"cpu": 0.5, "cuda": 0.8}
-LOSS_ROWS = {"cpu": 2048}  # of logits, by device: see loss_rows
-LOSS_ROWS_ELSEWHERE = 8192
+import torch
+
+from support.common import UserError
+from support.device import autocast, free_memory
+from support.tokenizer import VOCAB_SIZE
+
 FLOAT32 = 4  # bytes
+HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
+# The part of the free memory that an estimate may fill. On a GPU, the rest is for an error of 15%
+# and HEADROOM. On a CPU, it is for other programs and for holes in the heap, a third of a small
+# model's peak (device.keep_freed_memory).
+FILL = {"cpu": 0.5, "cuda": 0.8}
 
 
 def loss_rows(device: str) -> int:
-    """How many rows of logits model.LinearCrossEntropy has at a time, on a device of this type."""
-    return LOSS_ROWS.get(device, LOSS_ROWS_ELSEWHERE)
+    """How many rows of logits model.LinearCrossEntropy computes at a time on this device type."""
+    return 2048 if device == "cpu" else 8192
+
+
+# -- the estimate
+
+
+def estimate_memory(
+    shape, config, B: int, width: int, device: str, processes: int = 1
+) -> dict[str, int]:
+    """Bytes that each process holds at the fullest moment of an eager step, by part.
+
+    That moment is the start of the last micro-step's backward pass. shape: a GPTConfig. config: a
+    TrainConfig. B sequences; matmuls of numbers of `width` bytes (4 in float32, else 2).
+    tests/test_plan.py compares the estimate with fake tensors and with a real peak. Nobody has
+    measured yet what fsdp gathers.
+    """
+    C = shape.n_embd
+    V = shape.padded_vocab_size
+    tokens = B * config.sequence_length
+    residual = FLOAT32 * C * tokens
+    cast = width * C * tokens
+    # Kept for a block: the residual stream before attention and before the MLP; for matmuls and
+    # attention both layer norms' outputs, q, k, v, attention's output, 4·C before and after GELU.
+    block = 2 * residual + (1 + 1 + 3 + 1 + 4 + 4) * cast
+    last = 2 * residual  # around the last layer norm
+    rows = min(tokens, loss_rows(device))
+    # float32 logits, what logsumexp makes of them, and earlier rows, if there are any
+    loss = (3 if tokens > rows else 2) * FLOAT32 * rows * V
+    loss += FLOAT32 * V * C + cast  # the gradients of the embedding and of the input
+    if width < FLOAT32:  # the loss casts its input and the embedding
+        last += cast
+        loss += width * V * C
+    kept = block
+    if shape.activation_checkpointing:  # the backward pass recomputes a block when the loss is gone
+        kept = residual
+        loss = max(loss, block)
+    activations = shape.n_layer * kept + last
+    state = state_memory(shape, config, width, processes)
+    return state | {"activations": activations, "loss": loss}
+
+
+def state_memory(shape, config, width: int, processes: int = 1) -> dict[str, int]:
+    """The parts that do not depend on the micro-batch."""
+    C = shape.n_embd
+    embedding = shape.padded_vocab_size * C
+    matrices = 12 * C**2 * shape.n_layer
+    blocks = matrices + 13 * C * shape.n_layer
+    N = embedding + shape.block_size * C + blocks + 2 * C
+    weights = FLOAT32 * N
+    copies = width * matrices if width < FLOAT32 else 0  # autocast makes them
+    buckets = 0
+    moments = 2 * FLOAT32 * N
+    if config.optimizer == "muon":  # one moment for each matrix of a block
+        moments -= FLOAT32 * matrices
+    if config.sharding == "zero1":  # no tensor is divided, and the embedding is the largest
+        moments = max(moments // processes, 2 * FLOAT32 * embedding)
+    if processes > 1 and config.sharding == "fsdp":
+        # The embeddings and two blocks, this one and the next, are gathered. A block has a buffer.
+        copies += FLOAT32 * (N - blocks + 4 * blocks // shape.n_layer)
+        weights //= processes
+        moments //= processes
+    elif processes > 1:
+        buckets = weights  # DDP holds them beside the gradients of the earlier micro-steps
+    return {
+        "weights": weights,
+        "weight copies": copies,
+        "gradients": weights,
+        "DDP buckets": buckets,
+        "moments": moments,
+    }
+
+
+# -- the micro-batch
+
+
+def fit_batch_size(raw, config, world, dtype: torch.dtype) -> int:
+    """The largest micro-batch that fits, the same on every process of `world` (a World).
+
+    On a GPU it tries sizes. On a CPU and with fsdp it uses the estimate: on a CPU, the system would
+    kill the process; with fsdp, the others would wait for one that failed.
+    """
+    tries = world.device.type == "cuda" and world.sharding != "fsdp"
+
+    def fits(B: int) -> bool:
+        if tries:
+            return not world.any(runs_out_of_memory(raw, config, B, world, dtype))
+        device = world.device.type
+        parts = estimate_memory(raw.config, config, B, dtype.itemsize, device, world.size)
+        need = sum(parts.values()) - parts["weights"]  # the weights are there already
+        free = free_memory(world.device) or 4 * 2**30
+        return not world.any(need > FILL.get(device, 0.5) * free)
+
+    B = largest_batch(config.total_batch_size // config.sequence_length // world.size, fits)
+    if tries:
+        torch.cuda.reset_peak_memory_stats()
+    return B
 
 
 def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:
@@ -29,106 +128,65 @@ def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:
     return B
 
 
-def room_beside_weights(free: float, device: str) -> float:
-    """Bytes that may be taken of those that are free once the weights are there, by estimate."""
-    return FILL.get(device, 0.5) * free
-
-
 def room_on_gpu(total: float, weights: float, sharding: str) -> float:
-    """Bytes of a GPU that a step may take, as fit_batch_size sees it: weights and all the rest."""
-    if sharding == "fsdp":  # estimated
-        return weights + room_beside_weights(total - weights, "cuda")
+    """The bytes that fit_batch_size lets a step fill on a GPU of `total` bytes."""
+    if sharding == "fsdp":
+        return weights + FILL["cuda"] * (total - weights)
     return (1 - HEADROOM) * total
 
 
-def estimate_memory(
-    shape,
-    *,
-    B: int,
-    T: int,
-    width: int,
-    device: str,
-    sharding: str = "ddp",
-    processes: int = 1,
-    muon: bool = False,
-) -> dict[str, int]:
-    """Bytes that one process holds when a step needs the most, by part.
+def runs_out_of_memory(raw, config, B: int, world, dtype: torch.dtype) -> bool:
+    """Whether a micro-batch of B sequences is too large for this GPU.
 
-    That is when the backward pass of the last micro-step begins. shape: a GPTConfig. B sequences
-    of T tokens, matmuls in values of `width` bytes (4 in float32, else 2), on a device of this
-    type. The step is taken as it is written; compiled it needs less. tests/test_plan.py holds this
-    against fake tensors and a real peak; what fsdp gathers has been compared with nothing yet.
+    Training also needs moments, buckets and HEADROOM, so the trial holds as much memory as these.
     """
-    parts = state_memory(
-        shape,
-        width=width,
-        sharding=sharding,
-        processes=processes,
-        muon=muon,
+    parts = state_memory(raw.config, config, dtype.itemsize, world.size)
+    total = torch.cuda.get_device_properties(world.device).total_memory
+    beside = parts["moments"] + parts["DDP buckets"] + round(HEADROOM * total)
+    try:
+        held = torch.empty(beside, dtype=torch.uint8, device=world.device)
+        x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=world.device)
+        for _ in range(2):  # the second micro-step starts with the gradients of the first
+            with autocast(world.device, dtype):
+                _, loss = raw(x, x)
+            loss.backward()
+        del held
+        return False
+    except RuntimeError as error:  # from PyTorch, CUDA or Triton
+        if "out of memory" not in str(error):
+            raise
+        return True
+    finally:
+        raw.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+
+
+def refuse_too_large(shape: dict) -> None:
+    """Raises UserError if this machine has no room for the weights of a model of this shape."""
+    L = shape["n_layer"]
+    C = shape["n_embd"]
+    rows = shape["block_size"] + shape.get("vocab_size", VOCAB_SIZE)
+    need = FLOAT32 * (12 * L * C**2 + rows * C)
+    free = free_memory(torch.device("cpu"))  # where a model is made first
+    if free is not None and need > free:
+        raise UserError(
+            f"the weights of n_layer {L} and n_embd {C} need {need:,} bytes in each process, and "
+            f"{free:,} are free for each on this machine: choose a smaller model"
+        )
+
+
+def explain_out_of_memory(batch_size: int, config) -> str:
+    """What to do when a GPU has no room for a micro-batch; 0: no room even for the model."""
+    if batch_size == 0:
+        return (
+            "out of GPU memory before the first step: is another program using this GPU? "
+            "--sharding fsdp divides the model among several GPUs"
+        )
+    less = "--sharding fsdp, on several GPUs"
+    if batch_size > 1:
+        less = f"--batch-size {batch_size // 2}"
+    elif not config.activation_checkpointing:
+        less = "--activation-checkpointing"
+    return (
+        f"out of GPU memory with a micro-batch of {batch_size}: add {less}; the run stays the same"
     )
-    return parts | batch_memory(shape, B * T, width=width, device=device)
-
-
-def state_memory(shape, *, width: int, sharding: str, processes: int, muon: bool) -> dict[str, int]:
-    """What does not depend on the micro-batch: weights, their copies, gradients, moments."""
-    C = shape.n_embd
-    embedding = shape.padded_vocab_size * C
-    block = 12 * C**2 + 13 * C
-    matrices = 12 * C**2 * shape.n_layer
-    N = embedding + shape.block_size * C + block * shape.n_layer + 2 * C
-    weights = FLOAT32 * N
-    moments = 2 * FLOAT32 * N
-    if muon:  # one moment for each matrix of a block
-        moments -= FLOAT32 * matrices
-    casts = width * matrices if width < FLOAT32 else 0  # which autocast makes
-    if sharding == "fsdp":
-        # Gathered are the embeddings, and the block at work and the next, each in a buffer too.
-        gathered = FLOAT32 * (N - block * shape.n_layer + 4 * block)
-        return {
-            "weights": weights // processes,
-            "copies": gathered + casts,
-            "gradients": weights // processes,
-            "buckets": 0,
-            "moments": moments // processes,
-        }
-    if sharding == "zero1":  # whole tensors are dealt out, and the embedding is the largest
-        moments = max(moments // processes, 2 * FLOAT32 * embedding)
-    return {
-        "weights": weights,
-        "copies": casts,
-        "gradients": weights,
-        # DDP averages in buckets; until the last micro-step the gradients are beside them
-        "buckets": weights if processes > 1 else 0,
-        "moments": moments,
-    }
-
-
-def batch_memory(shape, tokens: int, *, width: int, device: str) -> dict[str, int]:
-    """What the micro-batch needs: its activations, and the loss beside them."""
-    C = shape.n_embd
-    residual = FLOAT32 * C * tokens
-    cast = width * C * tokens
-    # The residual stream before attention and before the MLP; and for matmuls and attention both
-    # layer norms' outputs, q, k, v, attention's output, and the MLP's 4·C before and after GELU.
-    block = 2 * residual + (1 + 1 + 3 + 1 + 4 + 4) * cast
-    last = 2 * residual  # around the last layer norm
-    if width < FLOAT32:
-        last += cast  # for the loss
-    loss = loss_memory(shape, tokens, width=width, device=device)
-    if not shape.activation_checkpointing:
-        return {"activations": shape.n_layer * block + last, "loss": loss}
-    # a block is recomputed when the loss is gone
-    return {"activations": shape.n_layer * residual + last, "loss": max(loss, block)}
-
-
-def loss_memory(shape, tokens: int, *, width: int, device: str) -> int:
-    """What LinearCrossEntropy holds besides its input."""
-    embedding = shape.padded_vocab_size * shape.n_embd
-    gradients = FLOAT32 * embedding + width * shape.n_embd * tokens
-    casts = width * embedding if width < FLOAT32 else 0
-    rows = loss_rows(device)
-    tensors = 2  # logits in float32, and what logsumexp makes of them
-    if tokens > rows:
-        tensors = 3  # the rows before are still there
-    logits = tensors * FLOAT32 * min(tokens, rows) * shape.padded_vocab_size
-    return logits + gradients + casts

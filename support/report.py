@@ -1,22 +1,24 @@
-"""What a run says about itself: the command that started it, what it found, how long it takes."""
+"""What a run says about itself: at its start, in `report.md`, and as its last words."""
 
 import dataclasses
-import math
 import os
 import platform
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
-from support.device import device_name, dtype_name, peak_memory
-from support.distributed import World
+from support.common import duration, write_whole
+from support.device import device_name, dtype_name
+from support.log import RECENT, read_metrics, starts_of
+
+# -- at the start
 
 
 def command(*more: str) -> str:
@@ -36,13 +38,11 @@ def command(*more: str) -> str:
 
 def command_to_resume() -> str:
     given = [value for flag, value in pairwise(sys.argv) if flag == "--resume"]
-    if given[-1:] == ["auto"]:  # the last of a flag counts
-        return command()
-    return command("--resume", "auto")
+    return command() if given[-1:] == ["auto"] else command("--resume", "auto")
 
 
-def describe_run(config, world: World, dtype: torch.dtype, batch_size: int) -> dict:
-    """What the first line of metrics.jsonl holds, so that every number can be traced."""
+def describe_run(config, world, dtype: torch.dtype, batch_size: int) -> dict:
+    """The first line of metrics.jsonl, so that every number can be traced."""
     git = ""
     if shutil.which("git"):
         asked = ["git", "describe", "--always", "--dirty"]
@@ -62,84 +62,107 @@ def describe_run(config, world: World, dtype: torch.dtype, batch_size: int) -> d
         "dtype": dtype_name(dtype),
         "batch_size": batch_size,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        # the same for all that one torchrun starts
+        # the same for all ranks and restarts
         "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),
     }
 
 
-def print_setup(run) -> None:
-    """The facts of a run that a reader of its output will want to have seen."""
-    config, world, say = run.config, run.world, run.log.say
-    rows = run.raw.config.padded_vocab_size
-    say(f"model: {run.raw.num_params():,} parameters (embedding padded to {rows} rows in memory)")
-    for optimizer in run.optimizers:
-        shared = ""
-        if world.sharding in ("zero1", "fsdp"):
-            shared = f", state divided over {world.size} processes"
-        say(describe_optimizer(optimizer) + shared)
-    for name, loader in {"train": run.train_loader, "val": run.val_loader}.items():
-        if loader:
-            shards = len(loader.shards)
-            say(f"{name}: {shards} shard(s), {loader.num_tokens:,} tokens in {config.data_dir}")
+def describe_batch(config, processes: int, train, val) -> str:
+    """What is trained on and how a step is divided. train, val: the loaders."""
+    B, T = train.B, train.T
     total = config.total_batch_size
-    tokens = run.train_loader.num_sequences * config.sequence_length  # of an epoch
-    say(
-        f"batch: B {run.batch_size} × T {config.sequence_length} "
-        f"× accumulation {run.grad_accum_steps} × ranks {world.size} = {total:,} tokens; "
-        f"an epoch is {tokens / total:,.1f} steps, the run {config.max_steps:,} steps "
-        f"or {config.max_steps * total / tokens:.2f} epochs"
-    )
-    T = config.sequence_length
-    if run.val_loader and config.val_tokens // T > run.val_loader.num_sequences:
-        say(f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used")
+    steps = train.num_sequences * T / total  # of an epoch
+    lines = [
+        f"train: {len(train.shards)} shard(s), {train.num_tokens:,} tokens in {config.data_dir}",
+        f"batch: B {B} × T {T} × accumulation {total // (B * T * processes)} × ranks {processes} "
+        f"= {total:,} tokens; an epoch is {steps:,.1f} steps, the run {config.max_steps:,} steps "
+        f"or {config.max_steps / steps:.2f} epochs",
+    ]
+    if val and config.val_tokens > val.num_sequences * T:
+        lines.append(
+            f"val: the split is smaller than val_tokens {config.val_tokens:,}: all of it is used"
+        )
+    return "\n".join(lines)
 
 
-def report_step(run, loss: float, norm: float, lr: float, seconds: float) -> None:
-    """One line on the console and one record of the update that was just made."""
-    config = run.config
-    now = time.perf_counter()
-    rate = config.total_batch_size / seconds
-    mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
-    line = (
-        f"step {run.step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
-        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f} | mfu {mfu:.1%}"
-    )
-    if run.first_step_ended is None:
-        run.first_step_ended = now
-    else:
-        a_step = (now - run.first_step_ended) / (run.step - run.first_step)
-        line += f" | left {duration(a_step * (config.max_steps - run.step - 1))}"
-    why = {}
-    if run.skipped:
-        line += f" | no update: {run.skipped}"
-        why["skipped"] = run.skipped
-    run.log.say(line)
-    run.log.record(
-        run.step,
-        "train",
-        loss=loss,
-        **why,
-        lr=lr,
-        norm=norm if math.isfinite(norm) else None,
-        ms=1000 * seconds,
-        tokens_per_sec=rate,
-        mfu=mfu,
-        tokens=(run.step + 1) * config.total_batch_size,
-        wall=run.wall(),
-        memory=peak_memory(run.world.device),
-    )
+# -- at the end
 
 
-def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Its name, how many tensors and parameters it decays and does not, and whether it is fused."""
-    parts = []
-    for kind, group in zip(("decayed", "other"), optimizer.param_groups, strict=False):
-        sizes = [p.numel() for p in group["params"]]
-        parts.append(f"{len(sizes)} {kind} tensors with {sum(sizes):,} parameters")
-    name = type(getattr(optimizer, "optim", optimizer)).__name__  # zero1 wraps it
-    fused = "fused" if optimizer.param_groups[0].get("fused") else "not fused"
-    return f"{name}: {', '.join(parts)}, {fused}"
+def write_report(log_dir: str | Path) -> None:
+    """Writes log_dir/report.md, a page about a run, from its metrics.jsonl."""
+    log_dir = Path(log_dir)
+    records = read_metrics(log_dir / "metrics.jsonl")
+    starts = starts_of(records)
+    about = starts[-1]
+    model = about["model"]
+    rows = [f"| {what} | {figure} |" for what, figure in figures(records, about).items()]
+    commands = [f"{start['time']}  {start['command']}" for start in starts]
+    parts = [
+        f"# GPT-2 of {model['n_layer']} layers and {model['n_embd']} channels, "
+        f"on {Path(about['config']['data_dir']).name}",
+        "![training and validation loss](loss.png)",
+        "\n".join(["| | |", "|---|---|", *rows]),
+        "## Commands",
+        as_code("\n".join(commands)),
+    ]
+    samples = of_type(records, "samples")
+    for record in samples[:1] + samples[1:][-1:]:
+        parts.append(f"## Samples after {record['step']:,} updates")
+        parts += [as_code(text) for text in record["samples"]]
+    write_whole(log_dir / "report.md", ("\n\n".join(parts) + "\n").encode())
 
 
-def duration(seconds: float) -> timedelta:
-    return timedelta(seconds=round(min(seconds, 1e13)))  # timedelta holds no more
+def of_type(records: list[dict], type: str) -> list[dict]:
+    return [record for record in records if record["type"] == type]
+
+
+def figures(records: list[dict], about: dict) -> dict[str, str]:
+    """A run in figures: {what: figure and unit}. about: the record of its last start."""
+    found = {"parameters": f"{about['parameters']:,}"}
+    if updates := of_type(records, "train"):
+        last = (of_type(records, "end") or updates)[-1]
+        speed = statistics.median(update["tokens_per_sec"] for update in updates)
+        mfu = statistics.median(update["mfu"] for update in updates)
+        losses = [update["loss"] for update in updates[-RECENT:]]
+        found["training"] = f"{len(updates):,} updates, {updates[-1]['tokens']:,} tokens"
+        found["time"] = f"{duration(last['wall'])} (hours:minutes:seconds), with evaluations"
+        found["speed"] = f"{speed:,.0f} tokens/s, MFU {mfu:.1%}: medians of the updates"
+        found["memory"] = f"{last['memory'] / 1e9:.2f} GB at most, on one process"
+        found["training loss"] = f"{statistics.fmean(losses):.4f}, mean of the last {len(losses)}"
+    for record in of_type(records, "val")[-1:]:
+        perplexity = f"perplexity {record['perplexity']:.2f}"
+        found["validation loss"] = f"{record['val_loss']:.4f} ({perplexity})"
+    for record in of_type(records, "hella")[-1:]:
+        found["HellaSwag"] = f"{record['hellaswag']:.4f} of {record['total']:,}; chance is 0.25"
+    device = about["device"]
+    processes = f"{device['processes']} process(es), {device['threads']} CPU threads each"
+    versions = [f"{name} {version}" for name, version in about["versions"].items()]
+    found["machine"] = f"{device['name']}; {processes}"
+    found["code"] = f"revision {about['git'] or 'unknown'}; {about['dtype']}; {', '.join(versions)}"
+    return found
+
+
+def as_code(text: str) -> str:
+    """A text as a Markdown code block: shown verbatim."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()).rstrip()
+
+
+def last_words(config) -> str:
+    """Where the curve and report are, and what to run next."""
+    python = "python"
+    if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
+        python = str(Path(sys.executable).relative_to(Path.cwd()))
+    lines = ["", f"The report:     {config.log_dir}/report.md"]
+    if config.val_every:
+        lines.append(f"The curve:      {config.log_dir}/loss.png")
+    if config.checkpoint_every:
+        model = f"{config.log_dir}/ckpt_{config.max_steps:06d}"
+        prompt = shlex.quote(config.sample_prompt)
+        lines.append(f"Sample it:      {python} sample.py --model {model} --prompt {prompt}")
+    if config.preset == "quickstart":
+        mine = "--data-dir data/mine"
+        train = f"{python} train_gpt2.py --preset quickstart {mine} --log-dir log/mine"
+        lines.append(f"Your own text:  {python} fineweb.py --source my.txt {mine}")
+        lines.append(f"  then          {train} --sample-prompt 'The '")
+        lines.append(f"GPT-2 itself:   {python} fineweb.py && {python} train_gpt2.py")
+    return "\n".join(lines)

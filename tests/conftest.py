@@ -1,6 +1,4 @@
-"""What the tests share: a small corpus that is always the same, a tiny model, and the scripts run
-as a user runs them.
-"""
+"""What the tests share: a small corpus, a tiny model, and ways to run the scripts."""
 
 import atexit
 import hashlib
@@ -13,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -59,9 +58,7 @@ def write_shard(path: Path, tokens) -> np.ndarray:
 
 
 def documents(num_tokens: int, seed: int, vocab: int = 300) -> np.ndarray:
-    """Random documents of 1 to 40 tokens, each starting with <|endoftext|>, with some structure
-    to learn.
-    """
+    """Random documents of 1 to 40 tokens, with some structure to learn."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab, num_tokens) // rng.integers(1, 30, num_tokens)
     tokens[np.cumsum(rng.integers(1, 40, num_tokens)) % num_tokens] = EOT
@@ -70,7 +67,7 @@ def documents(num_tokens: int, seed: int, vocab: int = 300) -> np.ndarray:
 
 
 def write_shards(directory: Path) -> Path:
-    """Makes a directory with a validation shard and three training shards of different lengths."""
+    """Makes a validation shard and three training shards of different lengths."""
     directory.mkdir()
     write_shard(directory / "toy_val_000000.npy", documents(700, seed=0))
     for i, n in enumerate((1000, 333, 777), start=1):
@@ -93,9 +90,7 @@ def tiny() -> GPT:
 
 
 def random_model(**shape) -> GPT:
-    """A tiny model whose biases and layer norms are random too, so that nothing hides behind a
-    zero or a one.
-    """
+    """A tiny model whose biases and layer norms are random, too: none is 0 or 1."""
     torch.manual_seed(1)
     small = dict(block_size=24, n_layer=2, n_head=2, n_embd=16)
     model = GPT(GPTConfig(**(small | shape)))
@@ -110,9 +105,7 @@ def random_model(**shape) -> GPT:
 
 
 def environment(**extra) -> dict:
-    """The environment without what torchrun or an outer run left in it; one thread, so that tests
-    may run beside each other.
-    """
+    """The environment without torchrun's variables, and with one thread for each test."""
     inherited = dict(os.environ)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         inherited.pop(name, None)
@@ -129,7 +122,7 @@ def command(script: str, *args, ranks: int = 1) -> list[str]:
 def run_program(
     arguments: list[str], cwd: Path | None = None, **extra
 ) -> subprocess.CompletedProcess:
-    """Runs a program to its end; `extra` are variables of its environment."""
+    """Runs a program to its end. `extra` are variables of its environment."""
     return subprocess.run(
         arguments,
         cwd=cwd or ROOT,
@@ -143,9 +136,7 @@ def run_program(
 def run_script(
     script: str, *args, ranks: int = 1, cwd: Path | None = None, expect: int = 0, **extra
 ) -> subprocess.CompletedProcess:
-    """Runs one of the scripts; fails, with what it printed, if the exit code is not the expected
-    one.
-    """
+    """Runs a script. Fails, with what it printed, if its exit code is not the expected one."""
     done = run_program(command(script, *args, ranks=ranks), cwd, **extra)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
@@ -153,7 +144,7 @@ def run_script(
 
 @contextmanager
 def started(arguments: list[str]) -> Iterator[subprocess.Popen]:
-    """A process that runs beside the test. If the test fails while it runs, it is ended, too."""
+    """A process that runs beside the test. It ends with the test at the latest."""
     process = subprocess.Popen(
         arguments,
         env=environment(),
@@ -170,14 +161,14 @@ def started(arguments: list[str]) -> Iterator[subprocess.Popen]:
 
 
 def wait_for(path: Path, process: subprocess.Popen) -> None:
-    """Waits until the process has made a file or directory; fails if it ends before."""
+    """Waits until the process has made a file or directory. Fails if the process ends before."""
     while not path.exists():
         time.sleep(0.01)
         assert process.poll() is None, process.communicate()
 
 
 def wait_for_file(path: Path) -> None:
-    """Waits until somebody has made a file or directory; fails if it takes too long."""
+    """Waits until somebody has made a file or directory. Fails if it takes too long."""
     end = time.monotonic() + LONGEST / 3
     while not path.exists():
         time.sleep(0.01)
@@ -186,7 +177,7 @@ def wait_for_file(path: Path) -> None:
 
 @cache
 def warm_server() -> Warm:
-    """One for all tests of this process, started when the first one needs it."""
+    """One for all tests of this process. It starts when the first of them needs it."""
     server = Warm().__enter__()
     atexit.register(server.__exit__)
     return server
@@ -196,7 +187,7 @@ def warm_server() -> Warm:
 
 
 def tiny_run(shards: Path, log_dir: Path, flags: str = "", *more) -> list:
-    """The arguments of a tiny training run: `flags` is one string, split as a shell does."""
+    """The arguments of a tiny training run. `flags` is split as a shell does."""
     return [*TINY, "--data-dir", shards, "--log-dir", log_dir, *shlex.split(flags), *more]
 
 
@@ -205,7 +196,7 @@ def train(
 ) -> subprocess.CompletedProcess | Done:
     """Runs train_gpt2.py in forks of a warm process: one, or two as torchrun starts them.
 
-    With more ranks, or with variables of the environment, it runs as a user runs it.
+    With more ranks, or with variables of the environment, it starts as a user starts it.
     """
     args = tiny_run(shards, log_dir, flags, *more)
     if how or ranks > 2:
@@ -216,6 +207,14 @@ def train(
     return done
 
 
+EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
+
+
+def warm_train(shards: Path, log_dir: Path, *flags, **options) -> Done:
+    """Runs train_gpt2.py in a fork, to any end. `options` are Warm.start's."""
+    return warm_server().run("train_gpt2.py", *tiny_run(shards, log_dir, "", *flags), **options)
+
+
 def read_records(log_dir: Path, kind: str | None = None) -> list[dict]:
     """The lines of metrics.jsonl, or those of one type: run, train, val, samples, ..."""
     lines = (log_dir / "metrics.jsonl").read_text().splitlines()
@@ -223,7 +222,7 @@ def read_records(log_dir: Path, kind: str | None = None) -> list[dict]:
 
 
 def losses(log_dir: Path) -> list[float]:
-    """The training loss of each step; fails if one is missing or there twice."""
+    """The training loss of each step. Fails if a step is missing or there twice."""
     records = read_records(log_dir, "train")
     assert [r["step"] for r in records] == list(range(len(records)))
     return [r["loss"] for r in records]
@@ -233,7 +232,7 @@ def weights_hash(directory: Path) -> str:
     return hashlib.sha256((directory / "model.safetensors").read_bytes()).hexdigest()
 
 
-# -- faults: a warm server, a finished run to spoil, and the count of what cases ended in
+# -- faults: a finished run to spoil, and the count of what cases ended in
 
 
 @pytest.fixture(scope="session")
@@ -247,10 +246,10 @@ def corpus(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def finished(warm, corpus, tmp_path_factory) -> Path:
-    """The log_dir of a run of 6 updates with checkpoints at 2, 4 and 6, not to be changed."""
+def finished(corpus, tmp_path_factory) -> Path:
+    """The log_dir of a run of 6 updates with checkpoints at 2, 4 and 6. Do not change it."""
     log_dir = tmp_path_factory.mktemp("finished") / "log"
-    done = warm_train(warm, corpus, log_dir, *EVERY_TWO)
+    done = warm_train(corpus, log_dir, *EVERY_TWO)
     assert done.returncode == 0, done.stderr
     return log_dir
 
@@ -261,12 +260,13 @@ def run_dir(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "log")
 
 
-EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)
+class HerePool:
+    """Stands in for a pool of processes: does the work at once, in this one."""
 
-
-def warm_train(warm: Warm, corpus: Path, log_dir: Path, *flags, **options) -> Done:
-    """Runs train_gpt2.py in a fork of the warm server; `options` are Warm.start's."""
-    return warm.run("train_gpt2.py", *tiny_run(corpus, log_dir, "", *flags), **options)
+    def submit(self, work, *args) -> Future:
+        future: Future = Future()
+        future.set_result(work(*args))
+        return future
 
 
 @pytest.fixture
@@ -281,11 +281,8 @@ def outcome(request) -> Callable[[str, str, str], None]:
 
 
 def pytest_addoption(parser) -> None:
-    parser.addoption(
-        "--fault-table",
-        action="store_true",
-        help="at the end, what the cases of each area of faults have ended in",
-    )
+    table = "at the end, print what the cases of each area of faults ended in"
+    parser.addoption("--fault-table", action="store_true", help=table)
 
 
 def pytest_terminal_summary(terminalreporter, config) -> None:
@@ -297,17 +294,14 @@ def pytest_terminal_summary(terminalreporter, config) -> None:
 
 
 def fault_table(cases: list[tuple[str, str, str]]) -> str:
-    """How many of the (area, case, outcome) of each area had which outcome, as Markdown.
+    """How many (area, case, outcome) of each area had which outcome, as Markdown.
 
-    A test that fails is told by pytest: its case is not in the table.
+    A case whose test fails is not in the table: pytest reports it.
     """
     counts = Counter((area, ended) for area, _, ended in cases)
-    columns = list(OUTCOMES.values())
-    lines = [["area", "cases", "promised", *columns]]
-    for area, least in AREAS.items():
-        row = [counts[area, ended] for ended in columns]
-        lines.append([area, sum(row), least, *row])
-    totals = [sum(column) for column in zip(*[line[1:] for line in lines[1:]], strict=True)]
-    lines.append(["all", *totals])
-    texts = ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return "\n".join([texts[0], "|---" * len(lines[0]) + "|", *texts[1:]])
+    rows = [[area, *(counts[area, ended] for ended in OUTCOMES.values())] for area in AREAS]
+    rows.append(["all", *(sum(column) for column in list(zip(*rows, strict=True))[1:])])
+    lines = [
+        "| " + " | ".join(map(str, row)) + " |" for row in [["area", *OUTCOMES.values()], *rows]
+    ]
+    return "\n".join([lines[0], "|---" * (1 + len(OUTCOMES)) + "|", *lines[1:]])

@@ -1,4 +1,4 @@
-"""Attention's backward pass in bfloat16, against float64 and beside PyTorch's own."""
+"""Attention's backward pass in bfloat16, compared with float64 and with PyTorch's own."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ THEIRS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def some(T: int, hs: int, sharpness: float) -> list[torch.Tensor]:
-    """dy, q, k, v, laid out as the model does; the logits have this standard deviation."""
+    """dy, q, k, v in the model's layout. `sharpness` is the logits' standard deviation."""
     torch.manual_seed(T + hs)
     dy, q, k, v = torch.randn(4, 2, T, 3, hs, dtype=torch.bfloat16).transpose(2, 3)
     return [dy, q * sharpness, k, v]
@@ -60,7 +60,7 @@ def test_the_compiler_takes_them_and_keeps_their_digits(tiny):
     assert max(errors(found, exact)) < 0.01, "3% if the products' results are rounded before lse"
 
 
-def test_what_is_not_plain_causal_attention_in_bfloat16_is_left_to_pytorch():
+def test_pytorch_does_all_but_plain_causal_attention_in_bfloat16():
     dy, q, k, v = some(16, 8, 1.0)
     y, lse = KERNEL(q, k, v, 0.0, True)
     left = [

@@ -1,8 +1,4 @@
-"""docs/change-the-model.md: its changes, applied to a copy of the repository, keep every promise.
-
-The two traps that were there before are here, too: a flag that a resumed run forgot, and a changed
-model that called itself a GPT-2.
-"""
+"""The changes of docs/change-the-model.md, applied to a copy of this code, keep its promises."""
 
 import json
 import re
@@ -44,8 +40,7 @@ DROPOUT = "Dropout"
 FLAGS = "--sequence-length 64 --total-batch-size 256 --max-steps 16 --checkpoint-every 4 "
 FLAGS += "--keep-checkpoints 9 "
 
-# Run in the copy: generation with the cache, and HellaSwag with its shared contexts, are what the
-# model computes without either.
+# Run in the copy: the cache and HellaSwag's shared contexts compute what the model does without.
 CHECK = """
 import json, sys
 import torch
@@ -74,7 +69,6 @@ print("the same")
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Shards, and two examples of HellaSwag."""
     folder = tmp_path_factory.mktemp("files")
     write_shard(folder / "toy_val_000000.npy", documents(700, seed=0))
     write_shard(folder / "toy_train_000001.npy", documents(3000, seed=1))
@@ -83,8 +77,7 @@ def files(tmp_path_factory):
         dict(ctx=f"A man {doing} a cup of tea. He", endings=endings, label=0)
         for doing in ("makes", "spills and then cleans up")
     ]
-    lines = [json.dumps(example) for example in examples]
-    (folder / "hellaswag.jsonl").write_text("\n".join(lines))
+    (folder / "hellaswag.jsonl").write_text("\n".join(map(json.dumps, examples)))
     return folder
 
 
@@ -97,14 +90,8 @@ def copy_with(change: str, folder) -> None:
         shutil.copy(script, folder)
     (folder / "check.py").write_text(CHECK)
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
-    applied = subprocess.run(
-        ["git", "apply", "-"],
-        cwd=folder,
-        input=CHANGES[change],
-        encoding="utf-8",
-        capture_output=True,
-    )
-    assert applied.returncode == 0, applied.stderr
+    diff = CHANGES[change].encode()
+    subprocess.run(["git", "apply", "-"], cwd=folder, input=diff, check=True)
 
 
 def run(warm, place, script, *args, expect: int = 0, **how):
@@ -115,10 +102,7 @@ def run(warm, place, script, *args, expect: int = 0, **how):
 
 
 def train_kill_resume(warm, place, files, flags: str, ranks=dict):
-    """Trains with and without a kill -9 on the way -> the last checkpoint, the same of both.
-
-    ranks() has what several processes need (warm.two_ranks).
-    """
+    """Trains with and without a kill -9 on the way -> the last checkpoint, the same of both."""
     whole = run(warm, place, "train_gpt2.py", *tiny_run(files, place / "whole", flags), **ranks())
     cut = tiny_run(files, place / "cut", flags)
     pid = warm.start("train_gpt2.py", *cut, root=place / "copy", **ranks())
@@ -137,7 +121,7 @@ def train_kill_resume(warm, place, files, flags: str, ranks=dict):
 
 
 def use(warm, place, files, last, flags: str) -> None:
-    """Every script of the copy takes its checkpoint, and the shortcuts in them compute the same."""
+    """Every script of the copy takes its checkpoint."""
     examples = files / "hellaswag.jsonl"
     assert run(warm, place, "check.py", last, examples).stdout == "the same\n"
     asked = ["--model", last, "--max-new-tokens", 3, "--prompt", "Hello"]
@@ -150,16 +134,11 @@ def use(warm, place, files, last, flags: str) -> None:
 
 
 def refused_by_transformers(directory) -> None:
-    """However it is asked; and the card says so."""
     with pytest.raises(ValueError, match="gpt2-changed"):
         transformers.AutoModelForCausalLM.from_pretrained(directory)
     with pytest.raises(Exception, match="not GPT-2"):
         transformers.GPT2LMHeadModel.from_pretrained(directory)
     assert "This is not a GPT-2" in (directory / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_page_has_the_three_changes():
-    assert list(CHANGES) == [RELU2, ROTARY, DROPOUT]
 
 
 def test_relu2_becomes_a_flag_that_checkpoints_know(warm, files, tmp_path):
@@ -168,12 +147,12 @@ def test_relu2_becomes_a_flag_that_checkpoints_know(warm, files, tmp_path):
     use(warm, tmp_path, files, last, FLAGS)  # --init-from keeps what the checkpoint has
     tuned = json.loads((tmp_path / "tuned" / "metrics.jsonl").read_text().splitlines()[0])
     assert tuned["model"]["activation"] == "relu2"
-    # the first trap: the same command without the flag was resumed as GELU
+    # a resumed run once forgot the flag
     forgotten = tiny_run(files, tmp_path / "cut", f"{FLAGS} --resume auto")
     told = run(warm, tmp_path, "train_gpt2.py", *forgotten, expect=1).stderr
     assert "cannot be resumed with another activation relu2 -> gelu" in told
     refused_by_transformers(last)
-    with pytest.raises(UserError, match="activation 'relu2', which this code does not know"):
+    with pytest.raises(UserError, match="unexpected keyword argument 'activation'"):
         GPT.from_pretrained(last)
 
 
@@ -182,7 +161,7 @@ def test_rotary_positions_reach_the_cache_and_hellaswag(warm, files, tmp_path):
     last = train_kill_resume(warm, tmp_path, files, FLAGS)
     use(warm, tmp_path, files, last, FLAGS)
     refused_by_transformers(last)
-    with pytest.raises(UserError, match="changed otherwise, or not at all"):
+    with pytest.raises(UserError, match="does not have the same change"):
         GPT.from_pretrained(last)
 
 
@@ -202,18 +181,7 @@ def test_dropout_resumes_exactly_on_two_ranks_and_leaves_a_gpt2(warm, files, tmp
         assert (GPT.from_pretrained(last)(idx)[0] - theirs(idx).logits).abs().max() < 1e-4
 
 
-@pytest.mark.torture
-@pytest.mark.parametrize("how", ["", "--sharding fsdp --activation-checkpointing", "--compile"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_resumes_exactly_however_it_is_computed(warm, files, tmp_path, change, how):
-    flags = {RELU2: "--activation relu2", ROTARY: "--optimizer muon", DROPOUT: "--dropout 0.1"}
-    copy_with(change, tmp_path / "copy")
-    ranks = dict if how == "--compile" else two_ranks
-    last = train_kill_resume(warm, tmp_path, files, f"{FLAGS} {flags[change]} {how}", ranks=ranks)
-    use(warm, tmp_path, files, last, f"{FLAGS} {flags[change]}")
-
-
-# -- the second trap: another computation, the same names
+# -- another computation, the same names
 
 
 def relu2(self, x):
@@ -221,22 +189,17 @@ def relu2(self, x):
 
 
 def test_relu2_written_into_the_mlp_is_no_gpt2_and_only_that_code_reads_it(tmp_path, monkeypatch):
+    gpt2 = tmp_path / "gpt2"
+    random_model().save_pretrained(gpt2)
+    hf.refuse_resume_by_changed_code(gpt2, random_model().fingerprint)
     with monkeypatch.context() as changed:
         changed.setattr(unchanged.MLP, "forward", relu2)
         model = random_model()
         model.save_pretrained(tmp_path)
         idx = torch.randint(0, 50257, (1, 20))
-        logits = model(idx)[0]
-        assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], logits)
+        assert torch.equal(GPT.from_pretrained(tmp_path)(idx)[0], model(idx)[0])
+        with pytest.raises(UserError, match="is a GPT-2, but this code is not"):
+            hf.refuse_resume_by_changed_code(gpt2, model.fingerprint)
     refused_by_transformers(tmp_path)
-    with pytest.raises(UserError, match="changed otherwise, or not at all") as told:
+    with pytest.raises(UserError, match=r"standard deviations.* does not have the same change"):
         GPT.from_pretrained(tmp_path)
-    assert "standard deviations" in str(told.value)
-
-
-def test_a_gpt2_is_not_resumed_by_code_that_is_none(tmp_path, monkeypatch):
-    random_model().save_pretrained(tmp_path)
-    hf.refuse_resume_by_changed_code(tmp_path, random_model().fingerprint)
-    monkeypatch.setattr(unchanged.MLP, "forward", relu2)
-    with pytest.raises(UserError, match="is a GPT-2, and this code is none"):
-        hf.refuse_resume_by_changed_code(tmp_path, random_model().fingerprint)

@@ -12,7 +12,7 @@ from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from support.device import autocast, compile_blocks
 from support.distributed import World
-from support.fitting import fit_batch_size, runs_out_of_memory
+from support.memory import fit_batch_size, runs_out_of_memory
 from train_gpt2 import train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -59,27 +59,6 @@ def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dt
         assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-def test_fused_adamw_makes_the_updates_of_the_plain_one():
-    model = make_model()
-    (fused,) = model.configure_optimizers()
-    assert all(group["fused"] for group in fused.param_groups)
-    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    place = {id(p): copy for p, copy in zip(model.parameters(), copies, strict=True)}
-    groups = []
-    for group in fused.param_groups:
-        groups.append(dict(group, params=[place[id(p)] for p in group["params"]], fused=None))
-    plain = torch.optim.AdamW(groups, foreach=False)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        for p, copy in zip(model.parameters(), copies, strict=True):
-            p.grad = torch.randn_like(p)
-            copy.grad = p.grad.clone()
-        fused.step()
-        plain.step()
-    for p, copy in zip(model.parameters(), copies, strict=True):
-        torch.testing.assert_close(p, copy, rtol=1e-5, atol=1e-7)
-
-
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(shards, tmp_path):
     flags = f"{AS_ON_A_GPU} --deterministic --checkpoint-every 3"
     train(shards, tmp_path / "whole", flags)
@@ -124,7 +103,7 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
     raw = make_model(n_embd=256, block_size=1024)
     compile_blocks(raw, recompute=False)
     config = TrainConfig(sequence_length=1024, total_batch_size=64 * 1024)
-    assert not runs_out_of_memory(raw, 64, 1024, world, torch.bfloat16), "on a GPU of 16 GB or more"
+    assert not runs_out_of_memory(raw, config, 64, world, torch.bfloat16), "on 16 GB or more"
     needed = torch.cuda.max_memory_reserved()
     limit = 0.8 * needed
     memory_limit(limit)
@@ -137,7 +116,7 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
             model=raw,
             optimizers=optimizers,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
-            loader=DataLoaderLite(tmp_path, "train", size, 1024),
+            loader=DataLoaderLite(tmp_path, "train", size, 1024, pin=True),
             grad_accum_steps=2,
             world=world,
             dtype=torch.bfloat16,
@@ -149,7 +128,7 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
 
 
 def test_batches_are_pinned_so_that_they_are_copied_beside_the_computation(shards):
-    x, y = DataLoaderLite(shards, "train", B=2, T=16).next_batch()
+    x, y = DataLoaderLite(shards, "train", B=2, T=16, pin=True).next_batch()
     assert x.is_pinned() and y.is_pinned()
 
 

@@ -3,14 +3,12 @@
 import io
 import json
 import math
-import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import LONGEST, command, environment, random_model
+from conftest import random_model
 
 import sample
 from model import GPT, GPTConfig
@@ -55,16 +53,19 @@ def test_cached_generation_is_uncached_generation_across_the_windows_end(lengths
     assert all(set(row[length + n :]) <= {EOT} for row, length in zip(out, lengths, strict=True))
 
 
-def test_prompts_of_different_lengths_share_a_batch_without_disturbing_each_other():
-    model = random_model()
+# the vocabulary's last token, <|endoftext|> in GPT-2's, fills rows up
+@pytest.mark.parametrize("vocab_size", [50257, 300])
+def test_prompts_of_different_lengths_share_a_batch_without_disturbing_each_other(vocab_size):
+    model = random_model(vocab_size=vocab_size)
     n = 50
     lengths = [3, 20, 11, 1]
-    idx = torch.randint(0, 50257, (4, 20))
+    idx = torch.randint(0, vocab_size, (4, 20))
     out = model.generate(idx, n, lengths=torch.tensor(lengths), temperature=0)
     assert out.shape == (4, 20 + n)
     for row, length in enumerate(lengths):
         alone = model.generate(idx[row : row + 1, :length], n, temperature=0)[0]
-        assert torch.equal(out[row, : length + n], alone) and (out[row, length + n :] == EOT).all()
+        assert torch.equal(out[row, : length + n], alone)
+        assert (out[row, length + n :] == vocab_size - 1).all()
 
 
 def test_generation_stops_where_it_is_told():
@@ -95,51 +96,16 @@ def test_top_k_and_top_p_only_draw_from_the_likeliest():
     assert nucleus == {0.1: {0}, 0.6: {0, 1}, 0.9: {0, 1, 2}}
     share = (choose(logits, 1.0, None, None, generator) == 0).float().mean().item()
     assert abs(share - 0.5) < 0.05
-    assert (choose(logits, 0, 50, None) == 0).all()
-
-
-@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-46, 1e-31])
-def test_a_temperature_next_to_zero_takes_the_likeliest(temperature):
-    logits = torch.tensor([[-1e4, 3.0, 3.1, -5.0]]).expand(100, 4)
-    assert (choose(logits, temperature) == 2).all()
-
-
-def test_prompts_of_different_lengths_need_no_token_that_the_vocabulary_does_not_have():
-    model = random_model(vocab_size=300)
-    lengths = [3, 20, 1]
-    idx = torch.randint(0, 300, (3, 20))
-    out = model.generate(idx, 9, lengths=lengths, temperature=0)
-    for row, length in enumerate(lengths):
-        alone = model.generate(idx[row : row + 1, :length], 9, temperature=0)[0]
-        assert torch.equal(out[row, : length + 9], alone) and (out[row, length + 9 :] == 299).all()
-
-
-def test_a_window_of_one_token_is_a_context_of_one_token():
-    model = random_model(block_size=1)
-    out = model.generate(torch.tensor([[5, 6, 7]]), 4, temperature=0)
-    assert out[0].tolist() == uncached_in_one(model, [5, 6, 7], 4)
-
-
-def uncached_in_one(model: GPT, row: list[int], n: int) -> list[int]:
-    for _ in range(n):
-        logits, _ = model(torch.tensor([row[-1:]]))
-        row = [*row, logits[0, -1].argmax().item()]
-    return row
+    for temperature in (0, 1e-300, 1e-46, 1e-31):  # the likeliest
+        assert (choose(logits.float(), temperature) == 0).all()
 
 
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_spoiled_weights_give_a_sentence_and_no_tokens(tiny, spoiled, temperature):
+def test_spoiled_weights_give_a_sentence_and_no_tokens(tiny, spoiled):
     with torch.no_grad():
         tiny.transformer.ln_f.weight[3] = spoiled
-    with pytest.raises(UserError, match="logits in float32 are infinite or not a number"):
-        tiny.generate(torch.zeros(1, 3, dtype=torch.int64), 4, temperature=temperature)
-
-
-@pytest.mark.parametrize("lengths", [[0, 3], [4, 1]])
-def test_impossible_prompt_lengths_are_refused(tiny, lengths):
-    with pytest.raises(UserError, match="every prompt needs"):
-        tiny.generate(torch.zeros(2, 3, dtype=torch.int64), 4, lengths=lengths)
+    with pytest.raises(UserError, match="logits are infinite or not a number"):
+        tiny.generate(torch.zeros(1, 3, dtype=torch.int64), 4)
 
 
 def test_a_compiled_step_gives_the_same_tokens_and_compiles_once(monkeypatch):
@@ -216,100 +182,51 @@ def test_a_sample_ends_at_the_first_stop_and_does_not_show_it(tiny):
     assert text == get_tokenizer().decode(tokens[1 : tokens.index(tokens[3], 1)])
 
 
-TWO_MISTAKES = "--num-samples 0: from 1 to 1,000,000,000; --top-p 0.0: above 0"
-
-
 @pytest.mark.parametrize(
     ("args", "stdin", "sentence"),
     [
-        (["--num-samples", 0, "--top-p", 0], b"", TWO_MISTAKES),
-        (["--prompt", "-"], b"\n", "no line to continue"),
-        (["--prompt", "-"], b"", "no line to continue"),
+        (["--num-samples", 0, "--top-p", 1.5], b"", "num_samples is 0.*from 1.*top_p is 1.5.*to 1"),
+        (["--num-samples", 10**20], b"", f"num_samples is {10**20}"),
+        (["--max-new-tokens", 0], b"", "max_new_tokens is 0.*from 1"),
+        (["--temperature", "nan"], b"", "temperature is nan.*0 or more"),
+        (["--temperature", "-1"], b"", "temperature is -1.0.*0 or more"),
+        (["--top-k", "-1"], b"", "top_k is -1.*0 or more"),
+        (["--prompt", "-"], b"\n", "--prompt - has no prompts"),
+        (["--prompt", "@/nowhere/prompts"], b"", "No such file .*/nowhere/prompts"),
     ],
 )
 def test_a_mistake_is_a_sentence(monkeypatch, capsys, directory, args, stdin, sentence):
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises((UserError, OSError), match=sentence):
         run(monkeypatch, capsys, "--model", directory, *args, stdin=stdin)
 
 
-def test_a_vocabulary_that_is_not_gpt2s_is_refused(tmp_path):
+def test_a_vocabulary_that_is_not_gpt2s_is_refused(monkeypatch, capsys, tmp_path):
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, vocab_size=65))
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="a vocabulary of 65"):
-        sample.load(str(tmp_path), torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "sentence"),
-    [
-        ("temperature", math.nan, "--temperature nan: 0 .the likeliest token. or above"),
-        ("temperature", math.inf, "--temperature inf"),
-        ("temperature", -1.0, "--temperature -1.0"),
-        ("top_p", math.nan, "--top-p nan: above 0, at most 1"),
-        ("seed", -1, "--seed -1: from 0 to"),
-        ("seed", 2**64, "--seed 18446744073709551616: from 0 to"),
-        ("num_samples", 10**20, "--num-samples 100000000000000000000: from 1 to"),
-        ("max_new_tokens", 10**20, "--max-new-tokens 100000000000000000000: from 1 to"),
-    ],
-)
-def test_an_impossible_value_is_named(flag, value, sentence):
-    with pytest.raises(UserError, match=sentence):
-        sample.check_flags(sample.SampleConfig(**{flag: value}))
+        run(monkeypatch, capsys, "--model", tmp_path)
 
 
 def test_extreme_values_that_mean_something_are_taken(monkeypatch, capsys, directory):
     flags = f"--model {directory} --max-new-tokens 5 --num-samples 2".split()
     greedy = run(monkeypatch, capsys, *flags, "--temperature", 0)
-    extremes = f"--temperature 1e-300 --top-k {10**20} --seed {2**64 - 1}".split()
+    extremes = f"--temperature 1e-300 --top-k {10**20} --seed {10**30}".split()
     assert run(monkeypatch, capsys, *flags, *extremes) == greedy
-    run(monkeypatch, capsys, *flags, "--temperature", 1e308, "--top-p", 1e-300)
+    assert run(monkeypatch, capsys, *flags, "--top-p", 0, "--seed", "-1") == greedy
+    run(monkeypatch, capsys, *flags, "--temperature", 1e308)
 
 
-def test_more_than_memory_holds_is_compared_with_what_is_free(monkeypatch, capsys, directory):
-    flags = f"--model {directory} --num-samples 70".split()
-    too_many = "64 samples at a time with --max-new-tokens 1000000000 need 6,.*GB is free"
-    with pytest.raises(UserError, match=too_many):
-        run(monkeypatch, capsys, *flags, "--max-new-tokens", 10**9)
-    monkeypatch.setattr(sample, "free_memory", lambda device: 10**6)
-    with pytest.raises(UserError, match=r"need 0\.0 GB of memory, 0\.0 GB is free"):
-        run(monkeypatch, capsys, *flags)
+def test_many_samples_are_made_some_at_a_time(monkeypatch, capsys, directory):
+    sizes = []
 
+    def stream_texts(model, prompts, *_, **__):
+        sizes.append(len(prompts))
+        yield [""] * len(prompts)
 
-def test_samples_are_made_some_at_a_time_however_many_are_asked_for(monkeypatch, capsys, directory):
-    def complete_all(model, prompts, *_, **__):
-        assert len(prompts) == sample.ROWS
-        return prompts
-
-    monkeypatch.setattr(sample, "complete_all", complete_all)
-    monkeypatch.setattr(sample, "print", print_until("--- sample 640"), raising=False)
-    with pytest.raises(BrokenPipeError):
-        run(monkeypatch, capsys, "--model", directory, "--num-samples", 10**9)
-
-
-def print_until(last: str):
-    """A print whose reader goes away."""
-
-    def write(text: str) -> None:
-        if text.startswith(last):
-            raise BrokenPipeError
-
-    return write
-
-
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("absent", "No such file"), ("", "Is a directory"), ("a" * 300, "File name too long")],
-)
-def test_a_file_of_prompts_that_cannot_be_read_is_a_sentence(tmp_path, name, reason):
-    with pytest.raises(UserError, match=f"--prompt @.*{reason}.*with one prompt a line"):
-        sample.read_prompts(f"@{tmp_path / name}")
-
-
-@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs a file without an end")
-def test_prompts_without_an_end_are_refused(monkeypatch):
-    monkeypatch.setattr(sample, "MOST", 10**6)
-    with pytest.raises(UserError, match="has more than 1,000,000 bytes"):
-        sample.read_prompts("@/dev/zero")
+    monkeypatch.setattr(sample, "stream_texts", stream_texts)
+    out = run(monkeypatch, capsys, "--model", directory, "--num-samples", 150)
+    assert sizes == [64, 64, 22]
+    assert "--- sample 149\n" in out
 
 
 def test_bytes_on_the_command_line_that_are_no_text_are_shown_as_the_model_reads_them(tiny):
@@ -319,23 +236,7 @@ def test_bytes_on_the_command_line_that_are_no_text_are_shown_as_the_model_reads
     assert text.startswith(prompt) and text.encode()
 
 
-def test_a_million_spaces_before_a_word_are_a_prompt(tiny):
-    prompt = " " * 1_200_000 + "word"
-    (text,) = sample.complete(tiny, prompt, 1, 3, temperature=0)
-    assert text.startswith(prompt) and len(text) > len(prompt)
-
-
 def test_a_compiler_that_does_not_work_is_a_sentence(monkeypatch, capsys, directory):
     monkeypatch.setattr(sample, "why_not_compile", lambda device: "no compiler here")
     with pytest.raises(UserError, match="--compile: no compiler here; leave that flag out"):
         run(monkeypatch, capsys, "--model", directory, "--compile")
-
-
-def test_a_reader_that_goes_away_ends_the_command_without_noise(directory):
-    flags = f"--model {directory} --num-samples 2 --device cpu --dtype float32".split()
-    launch = command("sample.py", *flags, "--prompt", "\udcff")
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen(launch, env=environment(), **pipes) as process:
-        process.stdout.close()
-        assert process.stderr.read() == b""
-        assert process.wait(LONGEST) == 0

@@ -1,1 +1,0 @@
-"""What bench.py compares, and its records."""

@@ -1,0 +1,223 @@
+"""What bench.py measures.
+
+Most functions here make one side of a comparison, in a process of its own: they take the World and
+the side's options, and return the function that is timed (turns.Side).
+"""
+
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import hellaswag
+from model import GPT, DataLoaderLite, GPTConfig, decay_groups
+from support.device import autocast, compile_blocks, keep_freed_memory
+from support.distributed import World
+from support.tokenizer import EOT, get_tokenizer
+from train_gpt2 import train_step
+
+# -- the training step
+
+
+class MadeUpTokens(DataLoaderLite):
+    """The real loader, on a shard of random tokens in documents of 1,000."""
+
+    def __init__(self, B: int, T: int, world: World):
+        self.folder = tempfile.TemporaryDirectory()
+        tokens = np.random.default_rng(0).integers(EOT, size=2_000_000, dtype=np.uint16)
+        tokens[::1000] = EOT
+        np.save(Path(self.folder.name) / "made-up_train_000001.npy", tokens)
+        pin = world.device.type == "cuda"
+        super().__init__(
+            self.folder.name, "train", B, T, world.rank, world.size, shuffle=True, pin=pin
+        )
+
+
+def training(
+    world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, hf: bool = False, **on
+) -> Callable:
+    """The real train_step on made-up tokens; the run returns the loss.
+
+    hf: the model of transformers. on: which techniques are on, see bench.py's TECHNIQUES.
+    """
+    torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
+    if on["keep_memory"]:
+        keep_freed_memory(world.device)
+    if hf:
+        raw = make_transformers_model(size, T)
+        raw.forward = partial(transformers_loss, raw.forward)
+    else:
+        raw = GPT(GPTConfig(block_size=T, pad_vocab_to=on["pad_vocab_to"], **size))
+    if not on["own_loss"]:
+        raw.forward = partial(plain_loss, raw)
+    raw.to(world.device)
+    groups = decay_groups(list(raw.parameters()), weight_decay=0.1)
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=on["fused"] or None)
+    if on["compile"] and hf:
+        raw = torch.compile(raw, dynamic=False)
+    elif on["compile"]:
+        compile_blocks(raw, on["recompute"])
+    step = dict(
+        model=world.wrap(raw),
+        optimizers=[adamw],
+        scaler=torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16),
+        loader=MadeUpTokens(B, T, world),
+        grad_accum_steps=1,
+        world=world,
+        dtype=dtype,
+        lr=6e-4,
+        grad_clip=1.0,
+    )
+
+    def run() -> dict:
+        with nullcontext() if on["flash"] else sdpa_kernel([SDPBackend.MATH]):
+            loss, _ = train_step(**step)
+        return dict(loss=loss)
+
+    return run
+
+
+def plain_loss(model: GPT, x, y):
+    """The loss as everyone writes it first, from the float32 logits of all tokens."""
+    logits = model.logits(model.hidden(x)).float()  # (B, T, V)
+    return None, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+
+def transformers_loss(their_forward: Callable, x, y):
+    result = their_forward(input_ids=x, labels=x, use_cache=False)  # it shifts the labels
+    return None, result.loss
+
+
+def make_transformers_model(size: dict[str, int], T: int) -> torch.nn.Module:
+    """transformers' GPT-2, without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(n_positions=T, **size, **no_dropout))
+
+
+# -- generation
+
+
+def generation(
+    world: World, *, rows: int, size: dict, dtype: torch.dtype, hf: bool, compile: bool
+) -> Callable:
+    """Samples 128 tokens after each of `rows` prompts. hf: by transformers."""
+    idx = torch.randint(EOT, (rows, 8)).to(world.device)
+    sampling = dict(max_new_tokens=128, temperature=0.9, top_k=50)
+    if hf:
+        model = make_transformers_model(size, T=1024)
+        sampling |= dict(attention_mask=torch.ones_like(idx), pad_token_id=EOT)
+        sampling |= dict(do_sample=True, top_p=1.0, min_new_tokens=128)
+    else:
+        model = GPT(GPTConfig(**size))
+        sampling |= dict(compile=compile)
+    model.to(world.device, dtype).eval().requires_grad_(False)
+
+    def run() -> None:
+        model.generate(idx, **sampling)
+
+    return run
+
+
+# -- HellaSwag
+
+
+def scoring(
+    world: World, *, batched: bool, compile: bool, examples: list, size: dict, dtype: torch.dtype
+) -> Callable:
+    """Scores HellaSwag in batches or one example at a time, and returns how many are right."""
+    model = GPT(GPTConfig(**size)).to(world.device).eval()
+    if compile:
+        compile_blocks(model, recompute=False)
+    if not batched:
+        return lambda: score_one_at_a_time(model, examples, world.device, dtype)
+    keep_freed_memory(world.device)
+    prepared = hellaswag.prepare(examples, model, world.device)
+
+    def run() -> dict:
+        result = hellaswag.evaluate(model, prepared, world.device, dtype=dtype)
+        return dict(right=result["num_correct_norm"])
+
+    return run
+
+
+@torch.no_grad()
+def score_one_at_a_time(model: GPT, examples: list, device, dtype: torch.dtype) -> dict:
+    """HellaSwag as build-nanogpt scores it: four padded rows per example, and all their logits."""
+    correct = 0
+    for example in examples:
+        tokens, mask, label = hellaswag.render_example(example)
+        tokens = tokens.to(device)  # (4, N)
+        mask = mask.to(device)[:, 1:]
+        with autocast(device, dtype):
+            logits, _ = model(tokens)
+        predictions = logits[:, :-1].flatten(0, 1)
+        targets = tokens[:, 1:].flatten()
+        losses = F.cross_entropy(predictions, targets, reduction="none").view(4, -1)
+        mean_losses = (losses * mask).sum(1) / mask.sum(1)
+        correct += int(mean_losses.argmin() == label)
+    return dict(right=correct)
+
+
+# -- text to shards
+
+
+def write_documents(path: str, megabytes: int) -> float:
+    """Writes Python's own sources as JSON lines, again and again -> megabytes of text."""
+    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    written = 0.0
+    with open(path, "w") as lines:
+        for file in itertools.cycle(files):
+            text = file.read_text(encoding="utf-8", errors="replace")
+            lines.write(json.dumps({"text": text}) + "\n")
+            written += len(text.encode()) / 1e6
+            if written >= megabytes:
+                break
+    return written
+
+
+def read_documents(path: str) -> list[str]:
+    return [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
+
+
+def classic_pool(world: World, *, path: str) -> Callable:
+    """build-nanogpt's loop without its files: one document at a time to half the cores."""
+    documents = read_documents(path)
+    pool = multiprocessing.Pool(max(1, (os.cpu_count() or 1) // 2))
+
+    def run() -> dict:
+        arrays = pool.imap(classic_tokenize, documents, chunksize=16)
+        return dict(tokens=sum(map(len, arrays)))
+
+    return run
+
+
+def classic_tokenize(document: str) -> np.ndarray:
+    return np.array([EOT, *get_tokenizer().encode_ordinary(document)], np.uint16)
+
+
+def fineweb_script(world: World, *, path: str) -> Callable:
+    """fineweb.py as a user runs it."""
+    script = Path(__file__).parent.parent / "fineweb.py"
+
+    def run() -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, script, "--source", path, "--data-dir", folder]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            return dict(tokens=json.loads(Path(folder, "manifest.json").read_text())["tokens"])
+
+    return run

@@ -1,0 +1,70 @@
+"""Finds and cuts out text that a benchmark has too: the 13-gram filter of GPT-3's appendix C."""
+
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+NGRAM = 13  # words in a row that two texts do not share by chance (GPT-3 paper, appendix C)
+MARGIN = 200  # characters that are cut out on both sides of them
+MOST_CUTS = 10  # a document with more cuts is dropped
+MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: spreads hashes well
+PUNCTUATION = re.compile(r"[^\w\s]|_")
+
+
+class Benchmark:
+    """Texts that must not be trained on, as a hash of each run of NGRAM words in them.
+
+    Words are compared in lower case and without punctuation. The GPT-3 paper also keeps runs of
+    words that more than ten documents share. We cut those, too: finding them takes a second pass.
+    """
+
+    def __init__(self, texts: Iterable[str]):
+        # "" ends each text: no run of words goes on into the next
+        words = [word for text in texts for word in (*split_words(text), "")]
+        self.vocabulary = {word: i for i, word in enumerate(sorted(set(words)))}
+        self.hashes = np.unique(self.hash_runs(words)[1])
+
+    def hash_runs(self, words: list[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns where NGRAM words of the vocabulary begin, and the hash of each such run."""
+        numbers = [self.vocabulary.get(word, 0) for word in words]  # 0: unknown, or ""
+        ids = np.array(numbers + [0] * NGRAM, np.uint64)
+        unknown = np.concatenate([[0], np.cumsum(ids == 0)])  # how many stand before each place
+        places = np.flatnonzero(unknown[NGRAM:] == unknown[:-NGRAM])  # none in the NGRAM words
+        hashes = np.zeros(len(places), np.uint64)
+        for i in range(NGRAM):
+            hashes = hashes * MULTIPLIER + ids[places + i]  # modulo 2**64
+        return places, hashes
+
+    def find(self, text: str) -> list[int]:
+        """Returns the number of each word that starts a run of words of the benchmark."""
+        places, hashes = self.hash_runs(split_words(text))
+        known = self.hashes.searchsorted(hashes, "right") > self.hashes.searchsorted(hashes)
+        return places[known].tolist()
+
+
+def split_words(text: str) -> list[str]:
+    return PUNCTUATION.sub("", text.lower()).split()
+
+
+def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
+    """Cuts the NGRAM words of each match, and a MARGIN on both sides, out of a text.
+
+    Returns the (start, end) of each piece that is left, and the number of cuts. Pieces shorter
+    than a MARGIN are dropped. After more than MOST_CUTS cuts, all are dropped.
+    """
+    if not matches:
+        return [(0, len(text))], 0
+    words = [word.span() for word in re.finditer(r"\S+", text) if split_words(word[0])]
+    left: list[tuple[int, int]] = []
+    end = 0  # of the last cut
+    for match in matches:
+        start = words[match][0] - MARGIN
+        if start > end or not left:
+            left.append((end, start))
+        end = words[match + NGRAM - 1][1] + MARGIN
+    cuts = len(left)
+    left.append((end, len(text)))
+    if cuts > MOST_CUTS:
+        return [], cuts
+    return [(start, end) for start, end in left if end - start >= MARGIN], cuts
