@@ -335,12 +335,12 @@ def load_hellaswag(
     path = config.hellaswag_path
     try:
         examples = hellaswag.load_examples("val", path, config.hellaswag_limit, world)
-        return hellaswag.prepare(examples, raw, world.device)
     except UserError as error:
         if path:
             raise
         log.say(f"hellaswag: off, {error}")
         return None
+    return hellaswag.prepare(examples, raw, world.device)
 
 
 # -- evaluations

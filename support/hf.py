@@ -175,13 +175,14 @@ def load_weights(model, fields: dict, weights: Weights) -> None:
     with reading("the weights"), torch.no_grad():
         if POSITIONS in weights and config.block_size < known:
             weights[POSITIONS] = weights[POSITIONS][: config.block_size - known]
-        for name, p in model.state_dict().items():
+        tensors = model.state_dict()
+        for name, p in tensors.items():
             rows = without_padding(name, p, config.vocab_size)
             if rows is not p and name in weights and weights[name].shape == rows.shape:
                 p.zero_()  # the padding
                 rows.copy_(weights[name])
                 weights[name] = p
-        if HEAD in model.state_dict():
+        if HEAD in tensors:
             weights.setdefault(HEAD, weights[EMBEDDING])  # tied
         model.load_state_dict(weights)
 
