@@ -6,7 +6,6 @@ hs = C / nh channels each, V = vocab_size.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -175,11 +174,6 @@ def sum_of_products(dlogits, x):
     return (dlogits.t() @ (x * scale.to(x.dtype))).float() / scale
 
 
-def make_optimizer(params, optimizer_class, **options) -> torch.optim.Optimizer:
-    """An optimizer for one process. World.make_optimizer can also divide its state."""
-    return optimizer_class(params, **options)
-
-
 class GPT(nn.Module):
     """GPT-2.
 
@@ -301,22 +295,19 @@ class GPT(nn.Module):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         muon: bool = False,
-        make: Callable = make_optimizer,
     ) -> list[torch.optim.Optimizer]:
         """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas, fused where the device can.
 
         With muon, PyTorch's Muon (Jordan 2024) takes the matrices inside the blocks. Its update is
         scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves both.
-        make(params, optimizer_class, **options) builds each of them: see World.make_optimizer.
         """
         matrices: list[nn.Parameter] = []
         if muon:
             matrices = [p for p in self.transformer.h.parameters() if p.dim() == 2]
         ids = {id(p) for p in matrices}
         others = [p for p in self.parameters() if p.requires_grad and id(p) not in ids]
-        adamw = make(
+        adamw = torch.optim.AdamW(
             decay_groups(others, weight_decay),
-            optimizer_class=torch.optim.AdamW,
             lr=learning_rate,
             betas=betas,
             eps=eps,
@@ -324,9 +315,8 @@ class GPT(nn.Module):
         )
         if not muon:
             return [adamw]
-        for_matrices = make(
+        for_matrices = torch.optim.Muon(
             matrices,
-            optimizer_class=torch.optim.Muon,
             lr=learning_rate,
             weight_decay=weight_decay,
             adjust_lr_fn="match_rms_adamw",

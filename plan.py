@@ -107,9 +107,10 @@ def plan_memory(config: PlanConfig, shape, gigabytes: int) -> dict[str, tuple[st
     from support.memory import estimate_memory, largest_batch, room_on_gpu
 
     width = 4 if config.dtype == "float32" else 2
+    shards = min(config.gpus, 8)  # of one node: see World
 
     def estimate(B: int) -> dict[str, int]:
-        return estimate_memory(shape, config, B, width, "cuda", config.gpus)
+        return estimate_memory(shape, config, B, width, "cuda", shards)
 
     room = room_on_gpu(1e9 * gigabytes, estimate(1)["weights"], config.sharding)
 

@@ -105,7 +105,7 @@ def train_step(
             stop.check()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip)
+    norm = clip_gradients(model, grad_clip, world)
     loss_accum = world.mean(loss_accum)
     accepted = accept is None or accept(loss_accum.item(), norm.item())
     for optimizer in optimizers:
@@ -118,17 +118,20 @@ def train_step(
     return loss_accum, norm
 
 
-def clip_gradients(model: torch.nn.Module, largest: float) -> torch.Tensor:
+def clip_gradients(model: torch.nn.Module, largest: float, world: World) -> torch.Tensor:
     """Scales the gradient down to a norm of at most `largest` (0 = any) -> its norm before.
 
     A tensor's norm is the norm of its rows' norms. One float32 sum over the 124M's embedding is
-    0.3% off on a CPU, and off by another amount with fsdp.
+    0.3% off on a CPU, and off by another amount where processes divide it.
     """
     params = [p for p in model.parameters() if p.grad is not None]
-    rows = [torch.linalg.vector_norm(p.grad, dim=-1) for p in params]
+    grads: list[Any] = [p.grad for p in params]
+    if world.divides:  # here is a part of each
+        grads = [grad.to_local() for grad in grads]
+    rows = [torch.linalg.vector_norm(grad, dim=-1) for grad in grads]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(r) for r in rows]))
-    if hasattr(norm, "full_tensor"):  # with fsdp each process holds a part
-        norm = norm.full_tensor()
+    if world.divides:
+        norm = world.sum_of_shards(norm.square()).sqrt()
     torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
@@ -219,7 +222,6 @@ class Run:
             betas=(config.beta1, config.beta2),
             eps=config.eps,
             muon=config.optimizer == "muon",
-            make=world.make_optimizer,
         )
         half = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=half)
@@ -254,6 +256,8 @@ def prepare_device(
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         torch.use_deterministic_algorithms(True)
+        # filling new memory with NaN costs time, and only wrong code would read it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if config.dtype == "auto" and found:
         return getattr(torch, found.state["dtype"]), "as before"
     return pick_dtype(world.device, config.dtype, world)
@@ -718,7 +722,7 @@ def refuse_other_data(config: TrainConfig, found: checkpoint.Found | None) -> No
 def restore(run: Run, found: checkpoint.Found) -> None:
     """Puts a run where the checkpoint left it."""
     state = found.state
-    checkpoint.load_optimizers(run.raw, run.optimizers, state.pop("optimizer"), run.world)
+    checkpoint.load_optimizers(run.raw, run.optimizers, state.pop("optimizer"))
     if state["scaler"]:
         run.scaler.load_state_dict(state["scaler"])
     names = [f.name for f in dataclasses.fields(Progress)]

@@ -70,11 +70,8 @@ def save(
     writes. Raises UserError if weights are not finite, or if the disk is full or fails.
     """
     final = path_of(log_dir, state["step"])
-    if world.sharding == "fsdp":
-        weights: dict = get_model_state_dict(model, options=FULL)
-    else:
-        weights = model.state_dict()
-    moments = gather_optimizers(model, optimizers, world)
+    weights: dict = get_model_state_dict(model, options=FULL)
+    moments: dict = get_optimizer_state_dict(model, optimizers, options=FULL)
     with world.together():
         if world.is_main:
             sweep(final.parent)
@@ -195,31 +192,7 @@ def load_state(directory: Path) -> dict:
     return state
 
 
-# -- the states of the optimizers, as one dictionary by parameter names, for every sharding
-
-
-def gather_optimizers(model, optimizers: list, world) -> dict:
-    """The state of all optimizers, whole on rank 0. zero1's own state goes by numbers."""
-    if world.sharding != "zero1":
-        return get_optimizer_state_dict(model, optimizers, options=FULL)
-    whole: dict = {"state": {}, "param_groups": []}
-    for optimizer in optimizers:
-        optimizer.consolidate_state_dict(to=0)
-        if world.is_main:
-            names = parameter_names(model, optimizer)
-            numbered = optimizer.state_dict()
-            for i, values in numbered["state"].items():
-                whole["state"][names[i]] = values
-            for group in numbered["param_groups"]:
-                named = [names[i] for i in group["params"]]
-                whole["param_groups"].append({**group, "params": named})
-    return whole
-
-
-def parameter_names(model, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The names of an optimizer's parameters, in its own order."""
-    names = {id(p): name for name, p in model.named_parameters()}
-    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+# -- the states of the optimizers, as one dictionary by parameter names
 
 
 def resize_embedding(moments: dict, rows: int) -> dict:
@@ -234,34 +207,19 @@ def resize_embedding(moments: dict, rows: int) -> dict:
     return {**moments, "state": states}
 
 
-def load_optimizers(model, optimizers: list, moments: dict, world) -> None:
+def load_optimizers(model, optimizers: list, moments: dict) -> None:
     """Gives the optimizers their part of a checkpoint's `optimizer`, saved with any sharding.
 
-    Their options (weight decay, betas) stay as they are: the flags decide.
+    Their options (weight decay, betas, fused) stay as they are: flags and device decide.
     """
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    options = [{key: x for key, x in group.items() if key != "params"} for group in groups]
     whole = resize_embedding(moments, model.transformer.wte.weight.size(0))
-    if world.sharding == "zero1":
-        for optimizer in optimizers:
-            optimizer.load_state_dict(number_parameters(model, optimizer, whole))
-    else:
-        set_optimizer_state_dict(model, optimizers, whole, options=FULL)
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, values in zip(groups, options, strict=True):
-        group.update(values)
-
-
-def number_parameters(model, optimizer: torch.optim.Optimizer, whole: dict) -> dict:
-    """One optimizer's part of the state, by numbers, as zero1 takes it."""
-    number = {name: i for i, name in enumerate(parameter_names(model, optimizer))}
-    states = {number[name]: values for name, values in whole["state"].items() if name in number}
-    groups = [
-        {**group, "params": [number[name] for name in group["params"]]}
-        for group in whole["param_groups"]
-        if group["params"][0] in number
+    own = [group for optimizer in optimizers for group in optimizer.param_groups]
+    whole["param_groups"] = [
+        {**group, "params": saved["params"]}
+        for group, saved in zip(own, whole["param_groups"], strict=True)
     ]
-    return {"state": states, "param_groups": groups}
+    options = StateDictOptions(full_state_dict=True)
+    set_optimizer_state_dict(model, optimizers, whole, options=options)
 
 
 # -- moving aside and removing

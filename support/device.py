@@ -119,6 +119,7 @@ def compile_blocks(model, recompute: bool) -> None:
     keep_less(recompute)
     replace_attention_backward()
     torch._dynamo.config.recompile_limit = 64  # micro-batches that are tried, validation, …
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks, but only those inside DDP
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)
@@ -201,7 +202,7 @@ GPUS = {
     "H200": (r"NVIDIA H200", 141, 67, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
     "H100": (r"NVIDIA H100 80GB HBM3", 80, 67, 494.5, 989.5, "H100 datasheet, 2023 (SXM)"),
     "H100-PCIe": (r"NVIDIA H100 PCIe", 80, 51, 378, 756, "H100 datasheet, 2023"),
-    "A100": (r"NVIDIA A100-SXM\d-80GB", 80, 19.5, 156, 312, "A100 datasheet, 2021"),
+    "A100": (r"NVIDIA A100(-SXM\d-80GB| 80GB PCIe)", 80, 19.5, 156, 312, "A100 datasheet, 2021"),
     "A100-40GB": (r"NVIDIA A100-\w+-40GB", 40, 19.5, 156, 312, "A100 datasheet, 2021"),
     "V100": (r"Tesla V100-SXM\d-32GB", 32, 15.7, 15.7, 125, "V100 datasheet, 2020"),
     "V100-16GB": (r"Tesla V100-SXM\d-16GB", 16, 15.7, 15.7, 125, "V100 datasheet, 2020"),

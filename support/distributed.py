@@ -10,19 +10,24 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon
 
 from support.common import UserError
-from support.device import pick_device
+from support.device import eager, pick_device
 
 
 class World:
     """The processes of this run, as torchrun starts them. This one is `rank` of `size`.
 
     device: auto (a GPU if there is one, else the CPU), cuda, mps or cpu. sharding: what the
-    processes divide besides the batch: nothing (ddp), the optimizer's state (zero1), or the weights
-    and gradients too (fsdp). Use it as a context manager: it leaves the process group at the end,
-    so that no rank hangs or complains at exit. Raises UserError for a device that is not there.
+    processes divide besides the batch: nothing (ddp), or weights, gradients and the optimizer's
+    state. fsdp gathers the weights of a block when its turn comes, and sums its gradients in each
+    micro-step. zero1 does both once per update: it has ddp's traffic, and saves only the moments.
+    On several nodes, the processes of each node divide one copy: sums alone cross the network.
+    Use it as a context manager: it leaves the process group at the end, so that no rank hangs or
+    complains at exit. Raises UserError for a device that is not there.
     """
 
     def __init__(self, device: str = "auto", sharding: str = "ddp"):
@@ -30,9 +35,16 @@ class World:
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         self.is_main = self.rank == 0
         self.sharding = sharding if self.size > 1 else "none"
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.shards = local_size if local_size > 1 else self.size  # processes that share one copy
         self.device = self.claim_device(device)
         if self.size > 1:
             self.join()
+
+    @property
+    def divides(self) -> bool:
+        """Whether the processes divide the weights among themselves."""
+        return self.sharding in ("zero1", "fsdp")
 
     def claim_device(self, name: str) -> torch.device:
         """The device of this process; on a CPU, its share of the cores."""
@@ -49,6 +61,8 @@ class World:
                     f"use --nproc_per_node={gpus}"
                 )
             device = torch.device("cuda", local_rank)
+            if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
+                os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
             torch.cuda.set_device(device)
         elif self.size > 1:  # torchrun gives each process one thread; share the cores instead
             torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
@@ -92,70 +106,88 @@ class World:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    # -- the model and its optimizer
+    # -- the model
 
     def place(self, model) -> None:
-        """Moves the model to the device; with fsdp only this process's part of each tensor.
+        """Moves the model to the device; of a divided one, only this process's part of each tensor.
 
-        Call it before the optimizer is made. fsdp gathers each block when its turn comes (Zhao et
-        al. 2023), in float32: gathered in 16 bits, layer norms and residual stream would differ.
+        Call it before the optimizer is made. FSDP2 (Zhao et al. 2023) gathers weights in float32:
+        gathered in 16 bits, layer norms and residual stream would differ.
         """
-        if self.sharding != "fsdp":
+        if not self.divides:
             model.to(self.device)
             return
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh(self.device.type, (self.size,))
+        shape = (self.size // self.shards, self.shards)
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards"))
+        self.shard_group = mesh.get_group("shards")
         for part in parts_of(model):
-            fully_shard(part, mesh=mesh)
+            fully_shard(part, mesh=mesh if shape[0] > 1 else mesh["shards"])
         # the first forward finishes the set-up, and must be of the whole model
+        x = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
-            model(torch.zeros(1, 1, dtype=torch.int64, device=self.device))
-        model.reshard()
+            model(x, x)
+        self.divide(model)
+        _muon._zeropower_via_newtonschulz = orthogonalize
+
+    def divide(self, model) -> None:
+        """Leaves each process its part of the weights. fsdp gathers a block only for its turn."""
+        for part in parts_of(model):
+            for_its_turn = self.sharding == "fsdp" and part is not model
+            part.set_reshard_after_forward(for_its_turn, recurse=False)
+            part.reshard()
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """The model whose backward pass averages the gradients over all processes."""
-        if self.size == 1 or self.sharding == "fsdp":
+        if self.size == 1 or self.divides:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        wrapped = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        # After its first backward pass, DDP divides the gradients into other buckets, which three
+        # or more processes sum in another order. A resumed run must not have a first one again.
+        x = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        with eager():
+            wrapped(x, x)[1].backward()
+        model.zero_grad(set_to_none=True)
+        return wrapped
 
-    def sync_gradients(self, model: torch.nn.Module, on: bool) -> None:
-        """Sets whether the next backward pass averages the gradients.
+    def sync_gradients(self, model, on: bool) -> None:
+        """Sets whether the next backward pass averages the gradients: in an update's last one.
 
-        Call it before the forward, where DDP decides it. fsdp averages in every micro-step: to
-        wait for the last one, each process would have to hold all gradients whole.
+        Call it before the forward, where DDP decides it. fsdp divides them in every micro-step: to
+        wait for the last one, each process would have to hold all gradients whole. Only the sum
+        over the nodes waits.
         """
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = on
+        elif self.sharding == "zero1":
+            model.set_requires_gradient_sync(on)
+            model.set_reshard_after_backward(on)  # else the next forward would see old weights
+        elif self.sharding == "fsdp":
+            model.set_requires_all_reduce(on)
 
-    def make_optimizer(
-        self, params, optimizer_class: type[torch.optim.Optimizer], **defaults
-    ) -> torch.optim.Optimizer:
-        """An optimizer. With zero1, each process keeps the state of its part of the parameters."""
-        if self.sharding == "zero1":
-            from torch.distributed.optim import ZeroRedundancyOptimizer
-
-            return ZeroRedundancyOptimizer(params, optimizer_class, **defaults)
-        return optimizer_class(params, **defaults)
+    def sum_of_shards(self, x: torch.Tensor) -> torch.Tensor:
+        """x summed over the processes that divide one copy of the model."""
+        dist.all_reduce(x, group=self.shard_group)
+        return x
 
     @contextmanager
     def whole(self, model):
         """For evaluation: inside, processes may call the model unequally often, but at least once.
 
-        With fsdp, it first gathers all weights, and they stay until the end.
+        It first gathers the weights of a divided model, and they stay until the end.
         """
-        parts = parts_of(model) if self.sharding == "fsdp" else []
+        parts = parts_of(model) if self.divides else []
         for part in parts:
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         try:
             yield
         finally:
-            for part in parts:
-                part.set_reshard_after_forward(part is not model, recurse=False)
-                part.reshard()
+            if self.divides:
+                self.divide(model)
 
     # -- what the processes tell each other
 
@@ -165,6 +197,10 @@ class World:
             x = x.clone()
             dist.all_reduce(x)
         return x
+
+    def warm_up(self) -> None:
+        """Makes a first sum: NCCL takes its memory for it, and keeps that."""
+        self.sum(torch.zeros(2**23, device=self.device))
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         return self.sum(x) / self.size
@@ -194,8 +230,20 @@ class World:
 
 
 def parts_of(model) -> list:
-    """What fsdp gathers at a time: each block, and the rest of the model."""
+    """What is gathered at a time: each block, and the rest of the model."""
     return [*model.transformer.h, model]
+
+
+def orthogonalize(update, *options, plain=_muon._zeropower_via_newtonschulz):
+    """What Muon does to a matrix, here of a matrix that the processes may divide.
+
+    It gathers the matrix once. Products of divided matrices would need a collective in each of the
+    five iterations, and round otherwise than one process does.
+    """
+    if not isinstance(update, DTensor):
+        return plain(update, *options)
+    whole = plain(update.full_tensor(), *options)
+    return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
 
 
 # -- signals

@@ -4,6 +4,7 @@ plan.py prints the estimate before a run. Training uses it where it cannot try a
 """
 
 import math
+import re
 from collections.abc import Callable
 
 import torch
@@ -76,19 +77,22 @@ def state_memory(shape, config, width: int, processes: int = 1) -> dict[str, int
     moments = 2 * FLOAT32 * N
     if config.optimizer == "muon":  # one moment for each matrix of a block
         moments -= FLOAT32 * matrices
-    if config.sharding == "zero1":  # no tensor is divided, and the embedding is the largest
-        moments = max(moments // processes, 2 * FLOAT32 * embedding)
-    if processes > 1 and config.sharding == "fsdp":
-        # The embeddings and two blocks, this one and the next, are gathered. A block has a buffer.
-        copies += FLOAT32 * (N - blocks + 4 * blocks // shape.n_layer)
-        weights //= processes
-        moments //= processes
-    elif processes > 1:
+    gradients = weights
+    if processes > 1 and config.sharding == "ddp":
         buckets = weights  # DDP holds them beside the gradients of the earlier micro-steps
+    elif processes > 1:
+        moments //= processes
+        weights //= processes
+        gradients //= processes
+        if config.sharding == "zero1":  # all is whole until the update's last backward pass
+            copies += FLOAT32 * N
+            gradients += FLOAT32 * N
+        else:  # the embeddings and two blocks are gathered; a block has a buffer
+            copies += FLOAT32 * (N - blocks + 4 * blocks // shape.n_layer)
     return {
         "weights": weights,
         "weight copies": copies,
-        "gradients": weights,
+        "gradients": gradients,
         "DDP buckets": buckets,
         "moments": moments,
     }
@@ -100,20 +104,22 @@ def state_memory(shape, config, width: int, processes: int = 1) -> dict[str, int
 def fit_batch_size(raw, config, world, dtype: torch.dtype) -> int:
     """The largest micro-batch that fits, the same on every process of `world` (a World).
 
-    On a GPU it tries sizes. On a CPU and with fsdp it uses the estimate: on a CPU, the system would
-    kill the process; with fsdp, the others would wait for one that failed.
+    On a GPU it tries sizes. On a CPU and for a divided model it uses the estimate: on a CPU, the
+    system would kill the process; and the others would wait for one that failed to gather weights.
     """
-    tries = world.device.type == "cuda" and world.sharding != "fsdp"
+    tries = world.device.type == "cuda" and not world.divides
 
     def fits(B: int) -> bool:
         if tries:
             return not world.any(runs_out_of_memory(raw, config, B, world, dtype))
         device = world.device.type
-        parts = estimate_memory(raw.config, config, B, dtype.itemsize, device, world.size)
+        parts = estimate_memory(raw.config, config, B, dtype.itemsize, device, world.shards)
         need = sum(parts.values()) - parts["weights"]  # the weights are there already
         free = free_memory(world.device) or 4 * 2**30
         return not world.any(need > FILL.get(device, 0.5) * free)
 
+    if tries:
+        world.warm_up()
     B = largest_batch(config.total_batch_size // config.sequence_length // world.size, fits)
     if tries:
         torch.cuda.reset_peak_memory_stats()
@@ -130,7 +136,7 @@ def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:
 
 def room_on_gpu(total: float, weights: float, sharding: str) -> float:
     """The bytes that fit_batch_size lets a step fill on a GPU of `total` bytes."""
-    if sharding == "fsdp":
+    if sharding != "ddp":
         return weights + FILL["cuda"] * (total - weights)
     return (1 - HEADROOM) * total
 
@@ -140,7 +146,7 @@ def runs_out_of_memory(raw, config, B: int, world, dtype: torch.dtype) -> bool:
 
     Training also needs moments, buckets and HEADROOM, so the trial holds as much memory as these.
     """
-    parts = state_memory(raw.config, config, dtype.itemsize, world.size)
+    parts = state_memory(raw.config, config, dtype.itemsize, world.shards)
     total = torch.cuda.get_device_properties(world.device).total_memory
     beside = parts["moments"] + parts["DDP buckets"] + round(HEADROOM * total)
     try:
@@ -153,7 +159,7 @@ def runs_out_of_memory(raw, config, B: int, world, dtype: torch.dtype) -> bool:
         del held
         return False
     except RuntimeError as error:  # from PyTorch, CUDA or Triton
-        if "out of memory" not in str(error):
+        if not re.search("out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(error)):
             raise
         return True
     finally:

@@ -129,10 +129,13 @@ def test_sharding_divides_what_it_says():
 
     alone, ddp, zero1, fsdp = parts("ddp", 1), parts("ddp"), parts("zero1"), parts("fsdp")
     assert ddp == alone | {"DDP buckets": ddp["weights"]}
-    assert zero1 == ddp | {"moments": 8 * 50304 * 768}, "it does not divide a tensor"
     for part in ("weights", "gradients", "moments"):
         assert fsdp[part] == alone[part] // 4
     assert fsdp["DDP buckets"] == 0
+    assert zero1["moments"] == fsdp["moments"]
+    whole = alone["weights"]
+    assert zero1["gradients"] == fsdp["gradients"] + whole, "until the last micro-step"
+    assert zero1["weight copies"] == alone["weight copies"] + whole
     assert parts("fsdp", 1) == parts("zero1", 1) == alone
 
 
@@ -159,7 +162,7 @@ def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset
     shape = plan.build_model(config).config
     free = 80e9 - state_memory(shape, config, width=2, processes=8)["weights"]
     monkeypatch.setattr("support.memory.free_memory", lambda device: free)
-    world = SimpleNamespace(device=torch.device("cuda"), sharding="fsdp", size=8, any=bool)
+    world = SimpleNamespace(device=torch.device("cuda"), divides=True, size=8, shards=8, any=bool)
     B = fit_batch_size(SimpleNamespace(config=shape), config, world, torch.bfloat16)
     planned = facts(flags)
     assert planned["B × accumulation"].startswith(f"{B} ×")

@@ -1,23 +1,33 @@
-"""What only 16 bits, compiled blocks and two processes show.
+"""Every sharding computes one function, resumes to the bit, and sends no more than it has to.
 
-ddp and fsdp, with activation checkpointing and without, compute one function. No block runs
-uncompiled. ddp averages the gradients once per update.
+What is tested here shows only in 16 bits, in compiled blocks, or on several processes.
 """
 
 import functools
+import hashlib
 import json
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, random_model, run_script
+import torch.distributed as dist
+from conftest import ROOT, random_model, run_script, tiny_run, write_shards
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import train_gpt2
+from config import parse_command_line
 from model import MLP
+from support import distributed
 from support.device import compile_blocks
 from support.distributed import World
 from train_gpt2 import clip_gradients, train_step
 
 ACCUMULATION = 3
-WAYS = ["ddp", "fsdp", "fsdp checkpointing"]
+WAYS = ["ddp", "zero1", "fsdp", "fsdp checkpointing"]
 
 
 class Batches:
@@ -31,7 +41,23 @@ class Batches:
         return x[:, :-1], x[:, 1:]
 
 
-def count_uncompiled(counts: dict) -> None:
+def update(model, optimizers: list, world: World, batches: Batches) -> tuple[float, float]:
+    """Makes an update -> its loss and norm."""
+    loss, norm = train_step(
+        model=model,
+        optimizers=optimizers,
+        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        loader=batches,
+        grad_accum_steps=ACCUMULATION,
+        world=world,
+        dtype=torch.bfloat16,
+        lr=0.01,
+        grad_clip=1.0,
+    )
+    return loss.item(), norm.item()
+
+
+def count_uncompiled(counts: Counter) -> None:
     """From now on, each call of an MLP that is not compiled adds 1 to counts["uncompiled"]."""
     forward = MLP.forward
 
@@ -43,14 +69,14 @@ def count_uncompiled(counts: dict) -> None:
     MLP.forward = counted
 
 
-def measure(world: World, checkpointing: bool, counts: dict) -> dict:
+def measure(world: World, checkpointing: bool, counts: Counter) -> dict:
     """Makes two updates -> their losses and norms, and the counts."""
     torch.compiler.reset()
     raw = random_model(activation_checkpointing=checkpointing)
     world.place(raw)
-    counts.update(uncompiled=0, averaged=0)
     compile_blocks(raw, recompute=True)
     model = world.wrap(raw)
+    counts.clear()
     if world.sharding == "ddp":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -59,50 +85,68 @@ def measure(world: World, checkpointing: bool, counts: dict) -> dict:
             return allreduce_hook(state, bucket)
 
         model.register_comm_hook(None, hook)
-    optimizers = raw.configure_optimizers(make=world.make_optimizer)
+    optimizers = raw.configure_optimizers()
     batches = Batches(world.rank)
-    made = []
+    made: list[float] = []
     for _ in range(2):
-        loss, norm = train_step(
-            model=model,
-            optimizers=optimizers,
-            scaler=torch.amp.GradScaler("cpu", enabled=False),
-            loader=batches,
-            grad_accum_steps=ACCUMULATION,
-            world=world,
-            dtype=torch.bfloat16,
-            lr=0.01,
-            grad_clip=1.0,
-        )
-        made += [loss.item(), norm.item()]
-    return {"made": made, **counts}
+        made += update(model, optimizers, world, batches)
+    return {"made": made, "uncompiled": counts["uncompiled"], "averaged": counts["averaged"]}
+
+
+def first_gradients(world: World, compiled: bool) -> tuple[str, list[float]]:
+    """The first update's gradients, whole: their hash, and the norm of each."""
+    torch.compiler.reset()
+    raw = random_model()
+    world.place(raw)
+    if compiled:
+        compile_blocks(raw, recompute=True)
+    found = []
+
+    def take(_model, _largest, _world):
+        found.extend(p.grad for p in raw.parameters())
+        return torch.zeros(())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "clip_gradients", take)
+        patch.setattr(torch.optim.AdamW, "zero_grad", lambda self, set_to_none: None)
+        update(world.wrap(raw), raw.configure_optimizers(), world, Batches(world.rank))
+    whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
+    bits = b"".join(g.numpy().tobytes() for g in whole)
+    return hashlib.sha256(bits).hexdigest(), [g.norm().item() for g in whole]
 
 
 def measure_all() -> None:
     """What each process of torchrun runs. Rank 0 prints a measurement for each way."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     count_uncompiled(counts)
     found = {}
+    gradients = {}
     with World("cpu") as world:
         for way in WAYS:
             world.sharding, _, checkpointing = way.partition(" ")
             found[way] = measure(world, bool(checkpointing), counts)
+        for way in WAYS[:3]:
+            world.sharding = way
+            gradients[way] = first_gradients(world, compiled=True)
         if world.is_main:
-            print(json.dumps(found))
+            print(json.dumps([found, gradients]))
 
 
 @pytest.fixture(scope="module")
-def measured() -> dict:
+def measured() -> list[dict]:
     done = run_script("tests/test_sharding.py", ranks=2, PYTHONPATH=str(ROOT))
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_fsdp_in_16_bits_is_the_function_that_ddp_is(measured):
-    for run in measured.values():
-        assert run["made"] == pytest.approx(measured["ddp"]["made"], rel=1e-6)
+def test_every_sharding_in_16_bits_is_the_function_that_ddp_is(measured):
+    runs, gradients = measured
+    for run in runs.values():
+        assert run["made"] == pytest.approx(runs["ddp"]["made"], rel=1e-6)
         assert run["uncompiled"] == 0
-    assert measured["ddp"]["averaged"] == 2, "once per update"
+    assert runs["ddp"]["averaged"] == 2, "once per update"
+    assert gradients["zero1"] == gradients["ddp"], "equal bits"
+    assert gradients["fsdp"][1] == pytest.approx(gradients["ddp"][1], rel=1e-6)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -110,7 +154,7 @@ def test_no_block_runs_uncompiled_in_one_process(monkeypatch, checkpointing):
     compiler = functools.partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", compiler)
     monkeypatch.setattr(MLP, "forward", MLP.forward)  # so that it comes back
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     count_uncompiled(counts)
     assert measure(World("cpu"), checkpointing, counts)["uncompiled"] == 0
     random_model()(torch.zeros(1, 1, dtype=torch.int64))
@@ -119,13 +163,171 @@ def test_no_block_runs_uncompiled_in_one_process(monkeypatch, checkpointing):
 
 def test_the_norm_of_a_large_gradient_is_exact():
     torch.manual_seed(0)
+    world = World("cpu")
     layer = torch.nn.Linear(400, 10_000, bias=False)  # one float32 sum of these is 7e-5 off
     layer.weight.grad = 1e-3 * torch.randn_like(layer.weight)
     exact = layer.weight.grad.double().norm().item()
-    assert clip_gradients(layer, 0).item() == pytest.approx(exact, rel=3e-6)
-    clip_gradients(layer, exact / 2)
+    assert clip_gradients(layer, 0, world).item() == pytest.approx(exact, rel=3e-6)
+    clip_gradients(layer, exact / 2, world)
     assert layer.weight.grad.double().norm().item() == pytest.approx(exact / 2, rel=3e-6)
 
 
+# -- what is sent: an update of three micro-steps by 8 processes, 7 of which do not exist
+
+GROUPS = 3  # what is gathered at a time: two blocks, and the rest of the model
+MATRICES = 8  # that Muon takes
+PASSES = 2 * ACCUMULATION  # fsdp gathers a block for each, and what is beside them for each two
+SENT = {  # sharding, processes of a node, optimizer: gathered, scattered, summed, Muon's gathers
+    ("ddp", 8, "adamw"): (0, 0, 1, 0),  # the loss, beside DDP's buckets
+    ("zero1", 8, "adamw"): (GROUPS, GROUPS, 2, 0),  # the loss and the norm
+    ("zero1", 8, "muon"): (GROUPS, GROUPS, 2, MATRICES),
+    ("zero1", 4, "adamw"): (GROUPS, GROUPS, 2 + GROUPS, 0),  # the sum over the nodes, once
+    ("fsdp", 8, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2, 0),
+    ("fsdp", 8, "muon"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2, MATRICES),
+    ("fsdp", 4, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2 + GROUPS, 0),
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives that are started, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.started: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented  # so that its own collectives come here
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.started[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def as_it_is(_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+class HookedDDP(DistributedDataParallel):
+    """The processes that do not exist send nothing, which DDP's own sum does not expect."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.register_comm_hook(None, as_it_is)
+
+
+@pytest.fixture
+def no_group():
+    """Afterwards, there is no process group, and PyTorch has as many threads as before."""
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", SENT, ids=str)
+def test_an_update_sends_each_thing_once(way, monkeypatch, no_group):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def join(_world):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+
+    sharding, local_size, optimizer = way
+    monkeypatch.setattr(World, "join", join)
+    monkeypatch.setattr(distributed, "DistributedDataParallel", HookedDDP)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    with World("cpu", sharding) as world:
+        raw = random_model()
+        world.place(raw)
+        model = world.wrap(raw)
+        optimizers = raw.configure_optimizers(muon=optimizer == "muon")
+        for _ in range(2):  # the first update is as all others
+            with Collectives() as sent:
+                update(model, optimizers, world, Batches(0))
+            names = ["_allgather_base_", "_reduce_scatter_base_", "allreduce_"]
+            names.append("all_gather_into_tensor")
+            assert tuple(sent.started[name] for name in names) == SENT[way]
+
+
+def test_blocks_compile_to_the_same_graphs_inside_ddp_and_before_it(monkeypatch, no_group):
+    """Where a block compiled first, in the search for the micro-batch or in DDP, shows nowhere."""
+    graphs: list[int] = []
+
+    def count(graph, inputs):
+        graphs.append(len(graph.graph.nodes))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.zeros(1, 16, dtype=torch.int64)
+    made = []
+    for searched in (False, True):
+        torch.compiler.reset()
+        graphs.clear()
+        raw = random_model()
+        compile_blocks(raw, recompute=True)
+        model = DistributedDataParallel(raw, bucket_cap_mb=0.001)  # less than a block
+        if searched:
+            raw(x, x)[1].backward()
+        model(x, x)[1].backward()
+        made.append(list(graphs))
+    assert made[0] == made[1] and len(made[0]) == 2, "the block and the loss"
+
+
+# -- resuming on four processes, where the order of a sum matters
+
+TWENTY = """--max-steps 20 --checkpoint-every 10 --keep-checkpoints 9 --total-batch-size 128
+    --batch-size 1 --val-every 10 --val-tokens 160 --learning-rate 0.01"""
+
+
+def resume_all(folder: Path, more: list[str]) -> None:
+    """What each of four processes runs. Rank 0 prints, for each way, the hashes of two runs."""
+    with World("cpu") as world:
+        for sharding in ("ddp", "zero1", "fsdp", "2 × 2"):
+            world.sharding = sharding if sharding != "2 × 2" else "fsdp"
+            world.shards = 2 if sharding == "2 × 2" else 4
+            hashes = []
+            middle: list = []
+            for name in ("whole", "again"):
+                log_dir = folder / f"{sharding}-{name}"
+                flags = tiny_run(folder / "shards", log_dir, TWENTY, *middle, *more)
+                train_gpt2.train(parse_command_line(list(map(str, flags))), world)
+                last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
+                hashes.append(hashlib.sha256(last).hexdigest())
+                middle = ["--resume", log_dir / "ckpt_000010"]
+            if world.is_main:
+                lines = (folder / f"{sharding}-whole" / "log.txt").read_text().split("\n")
+                values = [float(line.split()[2]) for line in lines if " train " in line]
+                print("found", json.dumps([sharding, hashes, values]))
+
+
+def check_resumed(folder: Path, *flags: str) -> None:
+    write_shards(folder / "shards")
+    done = run_script("tests/test_sharding.py", folder, *flags, ranks=4, PYTHONPATH=str(ROOT))
+    found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:5] == "found"]
+    assert [sharding for sharding, _, _ in found] == ["ddp", "zero1", "fsdp", "2 × 2"]
+    for sharding, (whole, again), curve in found:
+        assert whole == again, sharding
+        assert curve == pytest.approx(found[0][2], rel=1e-3), sharding
+        assert curve[-1] < curve[0] - 0.1, "it learns"
+
+
+def test_a_run_of_four_processes_resumes_to_the_same_bits_with_every_sharding(tmp_path):
+    check_resumed(tmp_path)
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_so_does_it_in_each_precision_compiled_with_each_optimizer(tmp_path, dtype, optimizer):
+    check_resumed(tmp_path, "--dtype", dtype, "--optimizer", optimizer, "--compile")
+
+
 if __name__ == "__main__":
-    measure_all()
+    if sys.argv[1:]:
+        resume_all(Path(sys.argv[1]), sys.argv[2:])
+    else:
+        measure_all()

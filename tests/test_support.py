@@ -6,6 +6,7 @@ import errno
 import hashlib
 import importlib
 import os
+import re
 import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from conftest import ROOT, run_program
 
 from support.common import write_whole
+from support.device import GPUS
 
 # -- files
 
@@ -35,6 +37,27 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
             write_whole(tmp_path / name, b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+# -- GPUs
+
+
+@pytest.mark.parametrize(
+    "name, known_as",
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA A100 80GB PCIe", "A100"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+    ],
+)
+def test_a_gpu_is_known_by_the_name_that_cuda_gives(name, known_as):
+    found = [gpu for gpu, (pattern, *_) in GPUS.items() if re.fullmatch(pattern, name)]
+    assert found == ([known_as] if known_as else [])
 
 
 # -- imports

@@ -55,6 +55,7 @@ from train_gpt2 import (
     judge_update,
     learning_rate,
     main,
+    prepare_device,
     train_step,
     validate,
 )
@@ -292,8 +293,10 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
         assert weights_hash(cut / "ckpt_000100") == weights_hash(whole / "ckpt_000100")
 
 
-def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_path):
-    args = tiny_run(shards, tmp_path / "log", "--max-steps 100000 --batch-size 1")
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_path, sharding):
+    flags = f"--max-steps 100000 --batch-size 1 --sharding {sharding}"
+    args = tiny_run(shards, tmp_path / "log", flags)
     with started(command("train_gpt2.py", *args, ranks=2)) as process:
         while "step    10" not in process.stdout.readline():
             assert process.poll() is None
@@ -323,6 +326,28 @@ def test_a_run_can_go_on_in_another_log_directory_with_other_settings(corpus, fi
     assert [line.split()[0] for line in lines] == ["4", "5"]
 
 
+def test_a_state_from_another_kind_of_device_is_loaded_for_the_fused_kernels_of_this_one(
+    finished, monkeypatch
+):
+    """A fused AdamW wants its step numbers on the GPU. The loaded options said: not fused."""
+    model = GPT.from_pretrained(finished / "ckpt_000004")
+    [adamw] = model.configure_optimizers()
+    moments = checkpoint.load_state(finished / "ckpt_000004")["optimizer"]
+    for group in moments["param_groups"]:
+        group["fused"] = False
+    load = torch.optim.AdamW.load_state_dict
+    loaded = []
+
+    def spy(self, state_dict):
+        loaded.extend(group["fused"] for group in state_dict["param_groups"])
+        load(self, state_dict)
+
+    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", spy)
+    checkpoint.load_optimizers(model, [adamw], moments)
+    assert loaded == [True, True]
+    assert all(state["step"] == 4 for state in adamw.state.values())
+
+
 def test_another_model_or_optimizer_gives_only_its_weights(corpus, run_dir, tmp_path):
     for flags, words in {
         "--n-layer 3": "n_layer 2 -> 3",
@@ -348,9 +373,10 @@ def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep):
 # -- the micro-batch
 
 
-def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
+@pytest.mark.parametrize("problem", ["[CUDA]: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when"])
+def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, problem):
     forward = tiny.forward
-    problem = "Triton Error [CUDA]: out of memory"
+    order = []
 
     def with_little_memory(x, y):
         if len(x) > 4:
@@ -358,9 +384,11 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
         return forward(x, y)
 
     def try_on_the_cpu(raw, config, B, _, dtype):
+        order.append(B)
         return runs_out_of_memory(raw, config, B, World("cpu"), dtype)
 
-    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), sharding="ddp", size=1, any=bool)
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), divides=False, size=1, any=bool)
+    gpu.warm_up = lambda: order.append("NCCL")
     of_0_bytes = SimpleNamespace(total_memory=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: of_0_bytes)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
@@ -370,9 +398,44 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch):
         config = TrainConfig(sequence_length=16, total_batch_size=sequences * 16)
         assert fit_batch_size(tiny, config, gpu, torch.float32) == B
         assert all(p.grad is None for p in tiny.parameters()), "nothing of the trial stays"
+    assert order == ["NCCL", 2, "NCCL", 64, 32, 16, 8, 4], "NCCL takes its memory first"
     problem = "another error"
     with pytest.raises(RuntimeError, match=problem):
         fit_batch_size(tiny, config, gpu, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "already, left",
+    [
+        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "a:1"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}),
+    ],
+)
+def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, already, left):
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is restored
+        os.environ.pop(name)
+    os.environ.update(already)
+    found = []
+
+    def start_cuda(_device):
+        found.append({name: os.environ[name] for name in names if name in os.environ})
+
+    monkeypatch.setattr("support.distributed.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.set_device", start_cuda)
+    World("cuda")
+    assert found == [left]
+
+
+def test_deterministic_runs_do_not_fill_new_memory(monkeypatch):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    prepare_device(TrainConfig(deterministic=True, dtype="float32"), World("cpu"), None)
+    assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
