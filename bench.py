@@ -27,10 +27,10 @@ from benchmarks.turns import Side, measure
 from config import GPT2_SIZES, out_of_range
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import run_script
+from support.common import run_script, write_whole
 from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
 from support.distributed import World
-from support.plots import BLUE, PALE, new_figure, tidy
+from support.plots import BLUE, PALE, new_figure, save_picture, tidy
 from support.report import describe_run
 
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
@@ -251,6 +251,7 @@ def run_benchmarks(config: BenchConfig) -> dict:
     result["why"] = m.why
     result["peak"] = (m.peak, m.peak_source)
     result["benchmarks"] = {}
+    out = Path(f"{config.out}.json")
     asked = [name for name in BENCHMARKS if getattr(config, name, False)]
     for name in asked or ["ladder"]:
         rows: list[dict] = []
@@ -258,7 +259,7 @@ def run_benchmarks(config: BenchConfig) -> dict:
         compare, _ = BENCHMARKS[name]
         for row in compare(m):
             rows.append(row)
-            Path(f"{config.out}.json").write_text(json.dumps(result, indent=1, default=str))
+            write_whole(out, json.dumps(result, indent=1, default=str).encode())
     return result
 
 
@@ -293,7 +294,7 @@ def print_report(result: dict, out: str) -> None:
     print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
     for name, found in result["benchmarks"].items():
         print(f"\n{name}\n{format_table(found['rows'])}")
-    plot_benchmarks(result).savefig(f"{out}.png")
+    save_picture(plot_benchmarks(result), Path(f"{out}.png"))
     print(f"\nplot: {out}.png")
 
 

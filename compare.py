@@ -29,7 +29,7 @@ from tyro.conf import UseAppendAction
 
 from support.common import UserError, run_script, say, write_whole
 from support.log import read_run
-from support.plots import plot_comparison
+from support.plots import plot_comparison, save_picture
 from support.shards import find_shards, identify
 
 HERE = Path(__file__).parent
@@ -310,11 +310,12 @@ Evaluations and compilation are in the minutes."""
 def write_report(result: dict) -> str:
     """compare.json's content as a page of Markdown."""
     about = result["about"]
+    base = result["base"] | about.get("model", {})  # --init-from has own sizes
     what = "{n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens"
     lines = [
         f"`{result['command']}`",
         "",
-        f"The base: {what.format(**result['base'])}. {about['device']['name']}, revision "
+        f"The base: {what.format(**base)}. {about['device']['name']}, revision "
         f"{about['git']}, {about['dtype']}.",
         "",
         "| arm | validation loss | against base | tokens | minutes |",
@@ -386,7 +387,7 @@ def main() -> None:
     report = write_report(result)
     write_whole(out / "compare.md", report.encode())
     write_whole(out / "compare.json", json.dumps(result, indent=1, default=str).encode())
-    plot_comparison(result).savefig(out / "compare.png")
+    save_picture(plot_comparison(result), out / "compare.png")
     say(f"\n{report}\nkept as compare.md, compare.json and compare.png in {out}")
 
 

@@ -39,7 +39,7 @@ class TrainConfig:
 
     # -- the recipe (GPT-3 paper, section 2.3 and appendix B)
     max_steps: int = 19073  # updates; 19073 of 0.5M tokens are 10B tokens
-    warmup_steps: int = 715  # updates of linear warm-up; 715 are 375M tokens
+    warmup_steps: int = 715  # of linear warm-up; 375M tokens; unless typed, at most max_steps / 10
     learning_rate: float = 6e-4  # the peak
     min_lr_frac: float = 0.1  # the last learning rate, as a part of the peak
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
@@ -77,6 +77,7 @@ class TrainConfig:
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more work
     deterministic: bool = False  # bit-identical runs on CUDA, too, but slower ones
     overfit_single_batch: bool = False  # train on the first batch only: its loss must go to zero
+    eval_only: bool = False  # only print the losses of --init-from's model: no training, no log
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # log there, too
 
 
@@ -140,7 +141,16 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
         elif flag.startswith("--preset="):
             preset = flag.removeprefix("--preset=")
     default = config_class(**vars(PRESETS.get(preset, PRESETS["gpt2"])))
-    return tyro.cli(config_class, default=default, args=args)
+    config = tyro.cli(config_class, default=default, args=args)
+    if "warmup_steps" not in typed(args):  # it is for the preset's length: a first try is shorter
+        config.warmup_steps = min(config.warmup_steps, max(0, config.max_steps) // 10)
+    return config
+
+
+def typed(args: list[str]) -> set[str]:
+    """The settings whose flags are among the arguments. The preset has set the others."""
+    flags = [arg.partition("=")[0] for arg in args if arg.startswith("--")]
+    return {flag[2:].replace("-", "_").removeprefix("no_") for flag in flags}
 
 
 LARGEST = 10**12  # steps, tokens, …: a larger number is a slip of the finger
@@ -183,9 +193,11 @@ def wrong_places(c: TrainConfig) -> list[str]:
     """Directories and packages that are missing, or in the way."""
     problems = []
     log_dir = Path(c.log_dir)
-    goes_on = c.resume == "auto"
+    goes_on = c.resume == "auto" or c.eval_only  # which writes nothing there
     if c.resume not in ("none", "auto"):  # a checkpoint of this very directory, or from elsewhere
         goes_on = Path(c.resume).resolve().parent == log_dir.resolve()
+    if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
+        problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     if (log_dir / "metrics.jsonl").exists() and not goes_on and not c.overwrite:
         problems.append(
             f"log_dir {c.log_dir!r} holds a run: "
@@ -218,6 +230,8 @@ def wrong_sizes(c: TrainConfig, world_size: int) -> list[str]:
         problems.append(
             f"val_tokens {c.val_tokens} is less than a sequence of {T}: use at least {T}"
         )
+    if c.eval_only:
+        return problems
     share, rest = divmod(total, T * world_size)  # sequences of each process
     if rest:
         problems.append(

@@ -22,10 +22,10 @@ from tqdm import tqdm
 
 import hellaswag
 import sample
-from config import TrainConfig, check, parse_command_line
+from config import PRESETS, TrainConfig, check, parse_command_line, typed
 from model import GPT, HARMLESS, DataLoaderLite, GPTConfig
 from support import checkpoint, hf, plots, report
-from support.common import UserError, duration, first_line, run_script, say
+from support.common import UserError, duration, first_line, run_script, say, write_whole
 from support.device import (
     autocast,
     compile_blocks,
@@ -183,6 +183,7 @@ class Progress:
     evaluated: bool = False  # whether this step's evaluations are done
     wall: float = 0.0  # seconds, until the last checkpoint
     best: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
+    lower: dict | None = None  # this step's validation loss, if it is lower: {"loss", "step"}
     losses: dict[str, float] = field(default_factory=dict)  # the last ones, for the model card
     recent: dict[str, list] = field(default_factory=lambda: {"loss": [], "norm": []})  # for spikes
     skipped_in_a_row: int = 0
@@ -286,6 +287,12 @@ def build_model(config: TrainConfig, found: checkpoint.Found | None, log: Log) -
     else:
         raw = GPT.from_pretrained(config.init_from, flags, block_size=T, **harmless)
         check_vocabulary(config.init_from, raw.config.vocab_size)
+    other = [name for name in flags if flags[name] != getattr(raw.config, name)]
+    other = [name for name in other if name in typed(sys.argv[1:])]  # a preset's may differ
+    if other:
+        has = ", ".join(f"{name} {getattr(raw.config, name)}" for name in other)
+        told = f"{found.path if found else config.init_from} has {has}"
+        raise UserError(f"{told}: leave these flags out, or train a new model without --init-from")
     rows = raw.config.padded_vocab_size
     log.say(f"model: {raw.num_params():,} parameters (embedding padded to {rows} rows in memory)")
     if raw.fingerprint.difference:
@@ -349,10 +356,14 @@ def load_hellaswag(
 
 # -- evaluations
 
+VAL_LINE = "val loss {val_loss:.4f} | perplexity {perplexity:.2f}"
+HELLASWAG_LINE = "HellaSwag {num_correct_norm}/{total} = {acc_norm:.4f}"
+
 
 def evaluate(run: Run) -> None:
     """Computes validation loss, HellaSwag and samples, if due. It does not affect training."""
     config = run.config
+    run.progress.lower = None
     validating = run.due(config.val_every)
     scoring = run.examples is not None and run.due(config.hellaswag_every)
     sampling = run.progress.step > 0 and run.due(config.sample_every)
@@ -367,7 +378,14 @@ def evaluate(run: Run) -> None:
             with eager():  # prompts and caches of every length would recompile the blocks
                 print_samples(run)
     if run.world.is_main and validating:
-        plots.plot_run(config.log_dir)
+        try:
+            plots.plot_run(config.log_dir)
+            if own_path(run) == run.last_saved:  # interrupted before this validation
+                difference = run.raw.fingerprint.difference
+                card = hf.model_card(run.raw.num_params(), card_of(run), difference)
+                write_whole(own_path(run) / "README.md", card.encode(errors="replace"))
+        except Exception as error:
+            say(f"loss.png or the model card: {first_line(error)}; training goes on")
 
 
 def evaluate_loss(run: Run) -> None:
@@ -379,13 +397,14 @@ def evaluate_loss(run: Run) -> None:
     )
     if not math.isfinite(val_loss):
         raise UserError(explain_nan(run, f"the validation loss is {val_loss}"))
-    perplexity = math.exp(min(val_loss, 99))
-    run.log.say(f"step {step:5d} | val loss {val_loss:.4f} | perplexity {perplexity:.2f}")
-    run.log.record(step, "val", val_loss=val_loss, perplexity=perplexity)
+    losses = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 99))}
+    run.log.say(f"step {step:5d} | {VAL_LINE.format(**losses)}")
+    run.log.record(step, "val", **losses)
     progress.losses["validation loss"] = val_loss
-    has_checkpoint = step > 0 and (config.save_best or run.due(config.checkpoint_every))
-    if has_checkpoint and (progress.best is None or val_loss < progress.best["loss"]):
-        progress.best = {"loss": val_loss, "step": step}
+    if progress.best is None or val_loss < progress.best["loss"]:
+        progress.lower = {"loss": val_loss, "step": step}
+        if own_path(run) == run.last_saved:  # interrupted before this validation
+            progress.best = progress.lower
 
 
 def evaluate_hellaswag(run: Run) -> None:
@@ -399,10 +418,10 @@ def evaluate_hellaswag(run: Run) -> None:
         progress=True,
         stop=run.stop,
     )
-    total = score["total"]
-    acc_norm = score["acc_norm"]
-    run.log.say(f"step {step:5d} | HellaSwag {score['num_correct_norm']}/{total} = {acc_norm:.4f}")
-    run.log.record(step, "hella", hellaswag=acc_norm, acc=score["acc"], total=total)
+    run.log.say(f"step {step:5d} | {HELLASWAG_LINE.format(**score)}")
+    run.log.record(
+        step, "hella", hellaswag=score["acc_norm"], acc=score["acc"], total=score["total"]
+    )
 
 
 def print_samples(run: Run) -> None:
@@ -547,11 +566,15 @@ def stop_at_nan(run: Run, loss: float, norm: float) -> None:
 
 def explain_nan(run: Run, what: str) -> str:
     """What happened at which step, and the two ways to go on."""
+    last = run.last_saved
+    again = "--resume auto"
+    if last not in checkpoint.checkpoints(run.config.log_dir):  # none, or elsewhere
+        again = f"--resume {shlex.quote(str(last or 'none'))} --overwrite"
     find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
     return (
-        f"step {run.progress.step}: {what}; last good checkpoint: {run.last_saved or 'none yet'}. "
-        f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile --resume auto. "
-        "To go on, try a lower --learning-rate or --dtype float32."
+        f"step {run.progress.step}: {what}; last good checkpoint: {last or 'none yet'}. "
+        f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile {again}. "
+        f"To go on: {again} with a lower --learning-rate or --dtype float32."
     )
 
 
@@ -589,8 +612,8 @@ def save_is_due(run: Run) -> bool:
     minutes = run.config.checkpoint_minutes
     late = minutes > 0 and time.perf_counter() - run.last_save_time > 60 * minutes
     late = run.world.any(run.world.is_main and late)  # all processes go by one clock
-    best = progress.best is not None and progress.best["step"] == progress.step
-    return late or (run.config.save_best and best) or run.due(run.config.checkpoint_every)
+    best = run.config.save_best and progress.lower is not None
+    return late or best or run.due(run.config.checkpoint_every)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -598,6 +621,7 @@ def save_checkpoint(run: Run) -> None:
     config = run.config
     progress = run.progress
     progress.wall = run.wall()
+    progress.best = progress.lower or progress.best
     state = {
         **dataclasses.asdict(progress),
         "batch_size": run.train_loader.B,
@@ -607,13 +631,6 @@ def save_checkpoint(run: Run) -> None:
         "model": dataclasses.asdict(run.raw.config),
         "scaler": run.scaler.state_dict(),
     }
-    card = {
-        "data": config.data_dir,
-        "steps": progress.step,
-        "tokens": f"{progress.step * config.total_batch_size:,}",
-        **{name: f"{loss:.4f}" for name, loss in progress.losses.items()},
-        "command": report.command(),
-    }
     run.log.sync()  # so that a resumed run finds every step up to this one
     run.last_saved = checkpoint.save(
         config.log_dir,
@@ -621,7 +638,7 @@ def save_checkpoint(run: Run) -> None:
         optimizers=run.optimizers,
         state=state,
         world=run.world,
-        card=card,
+        card=card_of(run),
     )
     if run.world.is_main:
         best = progress.best["step"] if progress.best else None
@@ -629,9 +646,26 @@ def save_checkpoint(run: Run) -> None:
     run.last_save_time = time.perf_counter()
 
 
+def own_path(run: Run) -> Path:
+    """The path of this step's checkpoint. run.last_saved is the same path once it is written."""
+    return checkpoint.path_of(run.config.log_dir, run.progress.step)
+
+
+def card_of(run: Run) -> dict:
+    """The rows of the model card."""
+    progress = run.progress
+    return {
+        "data": run.config.data_dir,
+        "steps": progress.step,
+        "tokens": f"{progress.cursor * run.config.sequence_length:,}",
+        **{name: f"{loss:.4f}" for name, loss in progress.losses.items()},
+        "command": report.command(),
+    }
+
+
 def save_interrupted(run: Run) -> None:
     """Saves the last completed update and says how to go on."""
-    path = checkpoint.path_of(run.config.log_dir, run.progress.step)
+    path = own_path(run)
     saved = f"{path} is saved"
     if run.progress.step == 0:
         saved = "before the first update: nothing to save"
@@ -672,6 +706,8 @@ def find_checkpoint(config: TrainConfig, world: World, log: Log) -> checkpoint.F
     if found is None:
         log.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
         return None
+    if "warmup_steps" not in typed(sys.argv[1:]):
+        config.warmup_steps = found.state["config"]["warmup_steps"]
     others = compare_settings(config, found)
     steps = found.state["step"]
     log.say(f"resuming from {found.path}: {steps} updates, {found.state['cursor']:,} sequences")
@@ -771,6 +807,9 @@ def train(config: TrainConfig, world: World) -> None:
     if found and found.state["step"] > config.max_steps:
         log.say(f"done: {found.path} is past --max-steps {config.max_steps}, nothing is left to do")
         return
+    usual = PRESETS[config.preset].warmup_steps
+    if not found and config.warmup_steps < usual and "warmup_steps" not in typed(sys.argv[1:]):
+        log.say(f"warmup_steps {config.warmup_steps}, not {usual}: a tenth of this shorter run")
     run: Run | None = None
     try:
         run = Run(config, world, log, found)
@@ -805,6 +844,27 @@ def finish(run: Run) -> None:
             say(f"no report of {log_dir} ({first_line(error)}): the run itself is complete")
 
 
+def evaluate_only(config: TrainConfig, world: World) -> None:
+    """Prints validation loss and HellaSwag of --init-from's model, as training does."""
+    log = Log(config.log_dir, world.is_main)  # it writes no file, because nobody starts it
+    dtype, _ = prepare_device(config, world, None)
+    raw = build_model(config, None, log)
+    world.place(raw)
+    log.say(f"{world.device}, {dtype_name(dtype)}, {compile_model(config, raw, world.device)}")
+    examples = load_hellaswag(config, world, log, raw)
+    B = config.batch_size or fit_batch_size(raw, config, world, dtype)
+    with world.whole(raw):
+        if config.val_every:
+            loader = DataLoaderLite(config.data_dir, "val", B, config.sequence_length)
+            val_loss = validate(raw, loader, config.val_tokens, world, dtype)
+            log.say(VAL_LINE.format(val_loss=val_loss, perplexity=math.exp(min(val_loss, 99))))
+        if examples:
+            score = hellaswag.evaluate(
+                raw, examples, world.device, world=world, dtype=dtype, progress=True
+            )
+            log.say(HELLASWAG_LINE.format(**score))
+
+
 def main() -> None:
     config = as_restarted(parse_command_line(sys.argv[1:]))
     problems = check(config, int(os.environ.get("WORLD_SIZE", 1)))
@@ -814,6 +874,10 @@ def main() -> None:
         else:
             print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
         sys.exit(2)
+    if config.eval_only:
+        with World(config.device, config.sharding) as world:
+            evaluate_only(config, world)
+        return
     patience = 10.0 if config.resume == "auto" else 0.0  # the job's last start may still save
     with World(config.device, config.sharding) as world, alone_in(config.log_dir, world, patience):
         train(config, world)

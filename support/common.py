@@ -105,8 +105,9 @@ def write_whole(path: Path, *chunks: bytes) -> str:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except OSError:
+    except OSError as error:
         beside.unlink(missing_ok=True)
+        error.filename = str(path)  # a full disk names no file, and nobody knows the temporary one
         raise
     return sha256.hexdigest()
 

@@ -210,7 +210,7 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int):
         return None
     if name != "tensorboard":
         service = importlib.import_module(name)
-        service.init(project="gpt2", name=log_dir.name, config=run["config"])
+        service.init(project="gpt2", name=log_dir.name, config=run["config"] | run.get("model", {}))
         return service
     from torch.utils.tensorboard import SummaryWriter
 

@@ -122,11 +122,16 @@ def plot_run(log_dir: str | Path) -> None:
         draw(axis, [run])
     title = "GPT-2, {n_layer} layers, {n_embd} wide, on {text}, {total_batch_size:,} tokens a step"
     figure.suptitle(title.format(text=text_of(run), **run.config), fontsize=11)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=150)
+    save_picture(figure, Path(log_dir) / "loss.png", dpi=150)
     del figure, axes, axis
     gc.collect()  # a figure refers to itself: its 14 MB would stay until Python happens to look
-    write_whole(Path(log_dir) / "loss.png", picture.getvalue())
+
+
+def save_picture(figure, path: Path, **options) -> None:
+    """Writes a figure as a PNG file, whole or not at all. The options are savefig's."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", **options)
+    write_whole(path, picture.getvalue())
 
 
 def text_of(run: LoggedRun) -> str:

@@ -153,7 +153,7 @@ def last_words(config) -> str:
     if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
         python = str(Path(sys.executable).relative_to(Path.cwd()))
     lines = ["", f"The report:     {config.log_dir}/report.md"]
-    if config.val_every:
+    if Path(config.log_dir, "loss.png").exists():
         lines.append(f"The curve:      {config.log_dir}/loss.png")
     if config.checkpoint_every:
         model = f"{config.log_dir}/ckpt_{config.max_steps:06d}"

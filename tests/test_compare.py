@@ -112,6 +112,8 @@ def test_the_page_is_that_of_the_committed_records(record):
     directory = ROOT / "benchmarks" / record
     result = json.loads((directory / "compare.json").read_text())
     assert compare.write_report(result) == (directory / "compare.md").read_text()
+    result["about"]["model"] = dict(n_layer=2, n_embd=8)  # of --init-from, not of the preset
+    assert "The base: 2 × 8, " in compare.write_report(result)
 
 
 # -- the sweep

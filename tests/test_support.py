@@ -33,7 +33,7 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
     write_whole(tmp_path / "file", b"old")
     monkeypatch.setattr(os, "fsync", full_disk)
     for name in ("file", "another"):
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{name}'"):
             write_whole(tmp_path / name, b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -11,6 +11,7 @@ import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import hypothesis
 import pytest
@@ -27,20 +28,23 @@ from conftest import (
     tiny_run,
     train,
     wait_for_file,
+    warm_server,
+    warm_train,
     weights_hash,
 )
-from contract import as_a_process, call
+from contract import as_a_process, call, contents
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
 
 import hellaswag
+import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint
 from support.common import UserError
 from support.device import free_memory
 from support.distributed import Interrupted, Stop, World
-from support.log import Log
+from support.log import Log, read_run
 from support.memory import (
     estimate_memory,
     explain_out_of_memory,
@@ -51,6 +55,8 @@ from support.report import command_to_resume
 from train_gpt2 import (
     MOST_SKIPPED,
     Progress,
+    build_model,
+    explain_nan,
     is_spike,
     judge_update,
     learning_rate,
@@ -516,7 +522,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_says_where(shards, tmp_pa
     assert "the loss is nan" in printed
     assert re.search(r"sequences \d+ to \d+", printed)
     assert "Traceback" not in printed
-    [rerun] = re.findall(r"python (-c .*? --resume auto)\.", printed)
+    [rerun] = re.findall(r"python (-c .*? --overwrite)\.", printed)
     found = run_program([sys.executable, *shlex.split(rerun)])
     assert found.returncode == 1
     assert "transformer.h.0" in found.stderr.splitlines()[-1]
@@ -581,6 +587,8 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
         (dict(val_every=5, val_tokens=3), 1, ["val_tokens 3", "at least 16"]),
         (dict(tracker="wandb"), 1, ["wandb", "pip install wandb"]),
         (dict(batch_size=0), 3, ["64", "16 × 3", "48 or 96"]),
+        (dict(eval_only=True), 3, ["--init-from MODEL"]),
+        (dict(eval_only=True, init_from="gpt2", resume="auto"), 1, ["no --resume"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_do(shards, monkeypatch, change, processes, words):
@@ -639,12 +647,12 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     )
     monkeypatch.setitem(sys.modules, name, service)
     log = Log(str(tmp_path), True, name)
-    log.start({"config": {"n_layer": 2}})
+    log.start({"config": {"n_layer": 12, "seed": 1}, "model": {"n_layer": 2}})
     log.record(3, "train", loss=4.5, lr=0.1)
     log.record(5, "samples", prompt="a", samples=["ab", "ac"])
     log.close()
     assert got == [
-        {"n_layer": 2},
+        {"n_layer": 2, "seed": 1},
         (3, {"train/loss": 4.5, "train/lr": 0.1}),
         (5, {"samples/prompt": "a", "samples/samples": "ab\n\n---\n\nac"}),
         "finish",
@@ -661,3 +669,138 @@ def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
     assert values == pytest.approx(losses(tmp_path / "log"))
     assert {"train/lr", "train/norm", "train/mfu"} <= set(events.Tags()["scalars"])
     assert "samples/samples/text_summary" in events.Tags()["tensors"]
+
+
+# -- short runs, models that files decide, evaluation alone, pictures and cards
+
+
+@pytest.mark.parametrize(
+    "flags, steps",
+    [
+        ("--max-steps 10", 1),
+        ("--max-steps 9", 0),
+        ("--max-steps 30000", 715),
+        ("--preset quickstart --max-steps=100", 10),
+        ("--max-steps 10 --warmup_steps=3", 3),
+    ],
+)
+def test_a_presets_warm_up_is_at_most_a_tenth_of_the_run(flags, steps, tmp_path):
+    config = parse_command_line([*flags.split(), "--data-dir", str(tmp_path)])
+    assert config.warmup_steps == steps
+    assert check(dataclasses.replace(config, log_dir="nowhere"), 1) == []
+
+
+def run_without(left_out: str, shards, log_dir, flags: str) -> str:
+    """What a tiny run prints whose command line lacks some flags of TINY."""
+    args = tiny_run(shards, log_dir, flags)
+    for flag in left_out.split():
+        del args[args.index(flag) : args.index(flag) + 2]
+    done = warm_server().run("train_gpt2.py", *args)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_resumed_run_keeps_the_warm_up_that_was_shortened_for_it(corpus, tmp_path):
+    place = (corpus, tmp_path / "log")
+    flags = "--checkpoint-every 10 --max-steps"
+    first = run_without("--warmup-steps", *place, f"{flags} 10")
+    assert "warmup_steps 1, not 715: a tenth" in first
+    then = run_without("--warmup-steps", *place, f"{flags} 20 --resume auto")
+    assert "max_steps 10 -> 20" in then and "warmup" not in then
+    starts = [r for r in read_records(tmp_path / "log") if r["type"] in ("run", "resume")]
+    assert [start["config"]["warmup_steps"] for start in starts] == [1, 1]
+
+
+def test_pages_about_a_run_have_the_sizes_of_the_model_in_the_files(corpus, finished, tmp_path):
+    flags = f"--init-from {finished}/ckpt_000006"
+    run_without("--n-layer --n-head --n-embd", corpus, tmp_path / "log", flags)
+    assert "# GPT-2 of 2 layers and 16 channels" in (tmp_path / "log" / "report.md").read_text()
+    assert read_run(tmp_path / "log").config["n_head"] == 2
+
+
+@pytest.mark.parametrize(
+    "flags, has",
+    [
+        ("", ""),
+        ("--preset quickstart --n-embd 32 --n_layer=2", ""),
+        ("--n-layer 12", "has n_layer 2:"),
+        ("--n-head=4 --n_embd 768 --no-activation-checkpointing", "has n_head 2, n_embd 32:"),
+    ],
+)
+def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, monkeypatch, flags, has):
+    tiny.save_pretrained(tmp_path / "model")
+    args = ["train_gpt2.py", *flags.split(), "--sequence-length=16"]
+    monkeypatch.setattr(sys, "argv", [*args, f"--init-from={tmp_path}/model"])
+    config = parse_command_line(sys.argv[1:])
+    if has:
+        with pytest.raises(UserError, match=rf"model {has} leave these flags out.*--init-from"):
+            build_model(config, None, Log("nowhere", True))
+    else:
+        assert build_model(config, None, Log("nowhere", True)).config.n_layer == 2
+
+
+def test_eval_only_prints_what_training_does_and_writes_nothing(corpus, tmp_path, monkeypatch):
+    example = dict(ctx="One", endings=[" two", " three", " four", " five"], label=0)
+    (tmp_path / "one.jsonl").write_text(json.dumps(example))
+    flags = f"""--val-every 6 --val-tokens 160 --hellaswag-every 6
+        --hellaswag-path {tmp_path}/one.jsonl"""
+    log_dir = tmp_path / "log"
+    trained = train(corpus, log_dir, f"{flags} --checkpoint-every 6").stdout
+    last = [line.split(" | ", 1)[1] for line in trained.splitlines() if "step     6 |" in line]
+    assert len(last) == 2
+    before = contents(tmp_path)
+    alone = f"{flags} --eval-only --init-from {log_dir}/ckpt_000006 --total-batch-size 65"
+    shared = train(corpus, log_dir, f"{alone} --sharding fsdp", ranks=2).stdout
+    assert shared.splitlines()[-2:] == last
+    monkeypatch.setattr(GPT, "configure_optimizers", None)
+    done = call("train_gpt2.py", *tiny_run(corpus, tmp_path / "nowhere", alone))
+    assert done.stdout.splitlines()[-2:] == last, done
+    assert contents(tmp_path) == before and not (tmp_path / "nowhere").exists()
+
+
+def test_a_picture_that_cannot_be_drawn_is_a_line_and_training_goes_on(corpus, tmp_path):
+    log_dir = tmp_path / "log"
+    flags = ("--val-every", 3, "--val-tokens", 160)
+    done = warm_train(corpus, log_dir, *flags, largest_file=20_000)
+    assert done.returncode == 0 and len(losses(log_dir)) == 6
+    assert done.stdout.count(f"File too large: '{log_dir}/loss.png'; training goes on") == 3
+    assert "The curve" not in done.stdout and not list(log_dir.glob(".*tmp"))
+
+
+def test_an_interrupted_last_validation_comes_into_the_card_later(corpus, tmp_path, monkeypatch):
+    log_dir = tmp_path / "log"
+    args = tiny_run(corpus, log_dir, "--val-every 6 --val-tokens 160 --resume auto")
+    answers = [10.0, Interrupted, 9.0]
+    monkeypatch.setattr(train_gpt2, "validate", Mock(side_effect=answers))
+    monkeypatch.setattr(train_gpt2, "peak_flops", lambda *_: (1e11, "not measured"))
+    for words, loss in {"interrupted: ": "10.0000", "done: ": "9.0000"}.items():
+        assert words in call("train_gpt2.py", *args).stdout
+        card = (log_dir / "ckpt_000006" / "README.md").read_text()
+        assert f"| validation loss | {loss} |" in card
+    assert not checkpoint.damage_of(log_dir / "ckpt_000006")
+
+
+def test_a_checkpoint_that_the_clock_asked_for_can_be_the_best(corpus, tmp_path):
+    flags = "--max-steps 8 --learning-rate 1 --min-lr-frac 1 --val-every 3 --val-tokens 160"
+    train(corpus, tmp_path / "log", f"{flags} --checkpoint-minutes 1e-9 --keep-checkpoints 1")
+    scores = {r["step"]: r["val_loss"] for r in read_records(tmp_path / "log", "val")[1:]}
+    best = min(scores, key=lambda step: scores[step])
+    kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "log")]
+    assert 0 < best < 8 and kept == [best, 8]
+
+
+def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir, tmp_path, monkeypatch):
+    last = run_dir / "ckpt_000006"
+    for log_dir, saved, again in [
+        (run_dir, last, "--resume auto"),
+        (tmp_path, last, f"--resume {last} --overwrite"),
+        (tmp_path, None, "--resume none --overwrite"),
+    ]:
+        typed = ["--data-dir", str(tmp_path), "--log-dir", str(log_dir)]
+        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *typed])
+        config = TrainConfig(log_dir=str(log_dir))
+        run = SimpleNamespace(config=config, progress=Progress(), last_saved=saved)
+        told = explain_nan(run, "the loss is nan")
+        assert f"{shlex.join(typed)} --no-compile {again}. To go on: {again} with" in told
+        (log_dir / "metrics.jsonl").touch()  # there is a run
+        assert check(parse_command_line([*typed, *again.split()]), 1) == []
