@@ -349,7 +349,8 @@ def plot_benchmarks(result: dict):
         axis.set_title(title, fontsize=10)
         draw_bars(axis, rows)
     figure.suptitle(describe_size(result), fontsize=10)
-    figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
+    if any("beside" in row for rows in panels.values() for row in rows):
+        figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
     return figure
 
 

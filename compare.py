@@ -8,9 +8,10 @@ An arm has the base's flags and its own. @DIRECTORY trains it with another copy 
 Runs of one seed read the same data in the same order. If their architecture is the same, they also
 start from the same weights. So compare.py judges the difference between two runs of one seed.
 To continue after an interruption, repeat the command. OUT receives the runs, compare.md,
-compare.json and compare.png.
+compare.json, compare.png, and the changes of each copy as NAME.diff.
 """
 
+import difflib
 import hashlib
 import json
 import math
@@ -61,6 +62,7 @@ class Arm:
     copy: Path  # the repository that trains it
     flags: list[str]
     known: dict  # what decides its losses: settings, data, code
+    diff: str = ""  # what `patch -p1` needs to make its code of the base's
     tried: list = field(default_factory=list)  # by the sweep: [value, loss or None]
     value: float | None = None  # the best of them
     runs: list[dict] = field(default_factory=list)  # their outcomes, one for each judging seed
@@ -81,6 +83,7 @@ def read_arms(c: CompareConfig) -> list[Arm]:
         arm = read_arm(name, flags, base.flags)
         if any(arm.known[name] != base.known[name] for name in ("val_tokens", "data")):
             raise UserError(f"--arm {text!r}: needs the same data and val_tokens as the base")
+        arm.diff = compare_code(base.copy, arm.copy)
         arms.append(arm)
     if not c.arm:
         raise UserError('nothing to compare with the base: add --arm "name: flags"')
@@ -122,10 +125,24 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     return Arm(name, copy, flags, known)
 
 
-def hash_code(copy: Path) -> str:
-    """A hash of a copy's Python files. A change to one of them makes the copy's runs new ones."""
+def read_code(copy: Path) -> dict[str, bytes]:
+    """A copy's Python files. A change to one of them makes the copy's runs new ones."""
     files = sorted([*copy.glob("*.py"), *copy.glob("support/*.py")])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return {str(file.relative_to(copy)): file.read_bytes() for file in files}
+
+
+def hash_code(copy: Path) -> str:
+    return hashlib.sha256(b"".join(read_code(copy).values())).hexdigest()
+
+
+def compare_code(base: Path, copy: Path) -> str:
+    """The changes from the base's Python files to a copy's, as a patch."""
+    both = (read_code(base), read_code(copy))
+    patch: list[str] = []
+    for name in sorted(both[0] | both[1]):
+        before, after = (code.get(name, b"").decode().splitlines(True) for code in both)
+        patch += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
+    return "".join(patch)
 
 
 def read_sweep(text: str, base: Arm) -> tuple[str, list]:
@@ -184,14 +201,14 @@ def read_outcome(directory: Path) -> dict | None:
     if not (directory / "log.txt").exists():
         return None
     run = read_run(directory)
+    about: dict = dict(directory=directory, git=run.records[0]["git"])
     if re.search(r"step \d+: the (validation )?loss is", last_line(directory)):
-        return dict(directory=directory, val_loss=None)
+        return about | dict(val_loss=None)
     if run.records[-1]["type"] != "end":
         return None
     steps, losses = run.series("val_loss", "val")
     updates, wall = run.series("wall")
-    return dict(
-        directory=directory,
+    return about | dict(
         val_loss=losses[-1],
         losses=losses,
         tokens=[step * run.config["total_batch_size"] for step in steps],
@@ -337,9 +354,12 @@ def describe_arm(arm: dict) -> list:
     runs = arm["runs"]
     against = arm["against"]
     losses = [run["val_loss"] for run in runs]
+    name = arm["name"]
+    if arm.get("diff"):  # not in old records
+        name += f" ([changes]({name}.diff) to the base; revision {runs[0]['git'] or 'unknown'})"
     if None in losses:
-        return [arm["name"], "diverged", "", "", ""]
-    cells = [arm["name"], f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"]
+        return [name, "diverged", "", "", ""]
+    cells = [name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"]
     if "mean" not in against:  # the base, or an arm whose base diverged
         minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
         return [*cells, "", f"{runs[0]['tokens'][-1]:,}", f"{minutes:.1f}"]
@@ -385,6 +405,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     result = compare(arms, sweep, values, c.seeds, out)
     report = write_report(result)
+    for arm in arms:
+        if arm.diff:
+            write_whole(out / f"{arm.name}.diff", arm.diff.encode())
     write_whole(out / "compare.md", report.encode())
     write_whole(out / "compare.json", json.dumps(result, indent=1, default=str).encode())
     save_picture(plot_comparison(result), out / "compare.png")

@@ -2,7 +2,7 @@
 
 python plan.py --preset gpt2-xl --gpus 8 --gpu H100    takes all flags of train_gpt2.py, too
 python plan.py --record log/bench.json                 at the speed that bench.py measured
-python plan.py --table                                 all presets on 1 and 8 GPUs, in Markdown
+python plan.py --table                                 the presets for GPUs, on 1 and 8 of them
 """
 
 import json
@@ -17,6 +17,8 @@ from support.common import UserError, duration, first_line, run_script
 
 # Billions of tokens that llm.c's scripts/run_gpt2_*.sh train GPT-2 on, by n_layer and n_embd.
 LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
+# Dollars per GPU-hour: an assumption of ours, roughly what on-demand clouds listed in 2025
+RENT = {"H100": 2.5}
 
 
 @dataclass
@@ -28,8 +30,8 @@ class PlanConfig(TrainConfig):
     mfu: float = 0.4  # the part of the GPU's published peak that training reaches: a guess
     record: str = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
     tokens_per_second: float = 0.0  # measured, of all GPUs together; 0 = computed from the MFU
-    price: float = 2.5  # dollars per GPU-hour: look up yours
-    table: bool = False  # print all presets on 1 and 8 of these GPUs instead, in Markdown
+    price: float = 0.0  # dollars per GPU-hour: look up yours; 0 = 2.5 for an H100, else unknown
+    table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
 
 
 PLAN_RANGES = [  # as config.RANGES
@@ -63,7 +65,6 @@ def describe(config: PlanConfig) -> dict[str, tuple[str, str]]:
         validations = 1 + math.ceil(config.max_steps / config.val_every)  # at step 0, …, at the end
     # Without a backward pass, a token takes a third of the operations.
     seconds = (tokens + validations * config.val_tokens / 3) / rate
-    cost = config.price * config.gpus * seconds / 3600
     saved = state_memory(shape, config, width=4)
     gigabytes = (saved["weights"] + saved["moments"]) / 1e9
     kept = config.keep_checkpoints + 1 + (validations > 0)  # one being written, and the best one
@@ -76,8 +77,7 @@ def describe(config: PlanConfig) -> dict[str, tuple[str, str]]:
         "tokens per parameter": (per_parameter, ""),
         **plan_memory(config, shape, GPUS[config.gpu][1]),
         "speed": (f"{rate:,.0f} tokens/s", source),
-        "time": (str(duration(seconds)), "with validation; without HellaSwag, samples, the start"),
-        "cost": (f"${cost:,.2f}", f"at ${config.price:.2f} per GPU-hour, see --price"),
+        **plan_cost(config, seconds),
         "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
         "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
     }
@@ -131,6 +131,19 @@ def plan_memory(config: PlanConfig, shape, gigabytes: int) -> dict[str, tuple[st
     return rows
 
 
+def plan_cost(config: PlanConfig, seconds: float) -> dict[str, tuple[str, str]]:
+    """The time and, if the rent is known, the cost in words. Under a minute, nothing is exact."""
+    under = "under " if seconds < 60 else ""
+    seconds = max(60, seconds)
+    cost = ("unknown", "give --price, the dollars per GPU-hour")
+    if price := config.price or RENT.get(config.gpu):
+        whose = "" if config.price else "our assumption, "
+        note = f"at ${price:.2f} per GPU-hour, {whose}see --price"
+        cost = (f"{under}${price * config.gpus * seconds / 3600:,.2f}", note)
+    note = "with validation; without HellaSwag, samples, the start"
+    return {"time": (f"{under}{duration(seconds)}", note), "cost": cost}
+
+
 def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     """Tokens per second of all GPUs at this many operations per token, and the number's source."""
     if config.tokens_per_second:
@@ -180,11 +193,12 @@ def print_table(args: list[str]) -> None:
     print(f"| `--preset` | {' | '.join(columns)} |")
     print("|---" * (1 + len(columns)) + "|")
     for name in PRESETS:
+        if name == "quickstart":  # it is for a CPU
+            continue
         plans = []
         for gpus in ("1", "8"):
             config = parse_command_line([*args, "--preset", name, "--gpus", gpus], PlanConfig)
-            if gpus == "1" or not wrong_sizes(config, 8):  # the quickstart's batch is for one
-                plans.append(describe(config))
+            plans.append(describe(config))
         cells = [" / ".join(dict.fromkeys(plan[column][0] for plan in plans)) for column in columns]
         print(f"| `{name}` | {' | '.join(cells)} |")
 

@@ -1,11 +1,13 @@
 """Generations from a checkpoint or a pretrained GPT-2.
 
 python sample.py --model log/quickstart/ckpt_000200 --prompt "def "
+python sample.py --model log/quickstart/ckpt_000200    in a terminal: reads prompts until Ctrl-D
 """
 
 import codecs
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -85,6 +87,26 @@ def read_prompts(prompt: str) -> list[str]:
     return prompts
 
 
+def print_samples(config: SampleConfig, model, prompts: list[str], sampling: dict) -> None:
+    """Prints the continuations of prompts: a single one token by token."""
+    rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    if len(rows) == 1 and not config.json:
+        print(rows[0], end="", flush=True)
+        for (text,) in stream_texts(model, rows, config.max_new_tokens, **sampling):
+            print(text, end="", flush=True)
+        print()
+        return
+    for start in range(0, len(rows), ROWS):
+        batch = rows[start : start + ROWS]
+        pieces = stream_texts(model, batch, config.max_new_tokens, **sampling)
+        for i, (prompt, *texts) in enumerate(zip(batch, *pieces, strict=True), start):
+            text = "".join(texts)
+            if config.json:
+                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
+            else:
+                print(f"--- sample {i}\n{prompt}{text}")
+
+
 def main() -> None:
     config = tyro.cli(SampleConfig)
     if problems := out_of_range(config, RANGES):
@@ -104,22 +126,15 @@ def main() -> None:
         generator=torch.Generator(device).manual_seed(config.seed % 2**64),
         compile=config.compile,
     )
-    rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    if len(rows) == 1 and not config.json:
-        print(rows[0], end="", flush=True)
-        for (text,) in stream_texts(model, rows, config.max_new_tokens, **sampling):
-            print(text, end="", flush=True)
-        print()
+    given = any(arg.partition("=")[0] == "--prompt" for arg in sys.argv)
+    if given or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        print_samples(config, model, prompts, sampling)
         return
-    for start in range(0, len(rows), ROWS):
-        batch = rows[start : start + ROWS]
-        pieces = stream_texts(model, batch, config.max_new_tokens, **sampling)
-        for i, (prompt, *texts) in enumerate(zip(batch, *pieces, strict=True), start):
-            text = "".join(texts)
-            if config.json:
-                print(json.dumps({"prompt": prompt, "text": text}, ensure_ascii=False))
-            else:
-                print(f"--- sample {i}\n{prompt}{text}")
+    print("Type a prompt and Enter. Ctrl-D ends.")
+    with suppress(EOFError):
+        while True:
+            print_samples(config, model, [input("> ")], sampling)
+    print()
 
 
 if __name__ == "__main__":

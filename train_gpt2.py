@@ -226,9 +226,11 @@ class Run:
         )
         half = self.dtype == torch.float16
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=half)
-        peak, source = peak_flops(world.device, self.dtype)
-        log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
-        self.peak = world.size * peak
+        self.peak = 0.0  # FLOP/s of all GPUs
+        if world.device.type != "cpu":  # a CPU's changes with its other load
+            peak, source = peak_flops(world.device, self.dtype)
+            log.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
+            self.peak = world.size * peak
         log.say(report.describe_batch(config, world.size, self.train_loader, self.val_loader))
         self.progress = Progress()
         self.last_saved: Path | None = None
@@ -492,31 +494,32 @@ def report_step(run: Run, loss: float, norm: float, lr: float, seconds: float) -
     step = run.progress.step
     now = time.perf_counter()
     rate = config.total_batch_size / seconds
-    mfu = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
     line = (
         f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
-        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f} | mfu {mfu:.1%}"
+        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f}"
     )
+    more: dict = {}
+    if run.peak:
+        more["mfu"] = rate * run.raw.flops_per_token(config.sequence_length) / run.peak
+        line += f" | mfu {more['mfu']:.1%}"
     if step == run.first_step:
         run.first_step_ended = now
     else:
         pace = (now - run.first_step_ended) / (step - run.first_step)
         line += f" | left {duration(pace * (config.max_steps - step - 1))}"
-    why = {}
     if run.skipped:
         line += f" | no update: {run.skipped}"
-        why["skipped"] = run.skipped
+        more["skipped"] = run.skipped
     run.log.say(line)
     run.log.record(
         step,
         "train",
         loss=loss,
-        **why,
+        **more,
         lr=lr,
         norm=norm if math.isfinite(norm) else None,
         ms=1000 * seconds,
         tokens_per_sec=rate,
-        mfu=mfu,
         tokens=(step + 1) * config.total_batch_size,
         wall=run.wall(),
         memory=peak_memory(run.world.device),

@@ -82,30 +82,26 @@ def smooth(values, window: int) -> np.ndarray:
 
 
 def draw_smoothed(axis, x, values: list[float], color: str) -> np.ndarray:
-    """Draws and returns the average around each point, in a band of one deviation."""
+    """Draws and returns the average around each point. Long runs get a band of one deviation."""
     window = min(51, len(values) // 25 | 1)
     mean = smooth(values, window)
-    deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
-    axis.fill_between(
-        x,
-        np.maximum(mean - deviation, min(values)),
-        mean + deviation,
-        color=color,
-        alpha=0.2,
-        linewidth=0,
-    )
+    if window > 1:
+        deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
+        low = np.maximum(mean - deviation, min(values))
+        axis.fill_between(x, low, mean + deviation, color=color, alpha=0.2, linewidth=0)
     axis.plot(x, mean, color=color, linewidth=1.4)
     return mean
 
 
 def label_lines(axis, labels: list[tuple[float, str, str]]) -> None:
-    """Names lines at the right edge: (where a line ends, text, colour). Keeps texts apart."""
+    """Names values at the right edge: (value, text, colour). Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
     y = -math.inf
-    for end, text, color in sorted(labels):
-        y = max(end, y + 0.07 * (top - bottom))
-        axis.text(1.01, y, text, transform=along, color=color, fontsize=9, va="center")
+    for value, text, color in sorted(labels):
+        y = max(value, y + 0.07 * (top - bottom))
+        how = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
+        axis.annotate(text, (1, value), (1.02, y), along, fontsize=9, va="center", **how)
 
 
 # -- runs
@@ -155,7 +151,7 @@ def plot_by_text(draw, runs: list[LoggedRun]):
 
 
 def draw_loss(axis, runs: list[LoggedRun]) -> None:
-    """Draws training loss, smoothed, in a band of one deviation, and validation loss as dots."""
+    """Draws training loss, smoothed, and validation loss as dots."""
     alone = len(runs) == 1
     levels = {}
     for run in runs:
@@ -163,30 +159,33 @@ def draw_loss(axis, runs: list[LoggedRun]) -> None:
         if loss:
             levels[f"OpenAI's {size_of(run)} {loss:.3f}"] = loss
     labels = draw_levels(axis, levels)
-    tops = []
+    tops = list(levels.values())
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         if "train" in run.streams:
             steps, losses = run.streams["train"]
             mean = draw_smoothed(axis, np.array(steps) * unit, losses, color)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
-                labels.append((mean[-1], f"training {np.mean(losses[-RECENT:]):.2f}", color))
+                last = losses[-RECENT:]
+                text = f"training {np.mean(last):.2f} (last {len(last)})"
+                labels.append((np.mean(last), text, color))
         if "val" in run.streams:
             steps, losses = run.streams["val"]
             name = "validation" if alone else run.name
             ink = RED if alone else color
             labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
-            seen = in_view(run, steps)
+            y = np.array(losses)
+            tops.append(y[in_view(run, steps)].max())
+            seen = y <= max(tops)
             x = np.array(steps)[seen] * unit
-            y = np.array(losses)[seen]
-            axis.plot(x, y, "o-", color=ink, markersize=5.5, markeredgecolor="white")
-            tops.append(y.max())
+            axis.plot(x, y[seen], "o-", color=ink, markersize=5.5, markeredgecolor="white")
             if alone and not seen[0]:
                 point_above(axis, steps[0], losses[0])
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
-    axis.set_ylabel("loss (nats per token); band: one deviation")
+    band = "; band: one deviation" if axis.collections else ""
+    axis.set_ylabel(f"loss (nats per token){band}")
     label_lines(axis, labels)
 
 

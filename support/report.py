@@ -122,11 +122,12 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
     if updates := of_type(records, "train"):
         last = (of_type(records, "end") or updates)[-1]
         speed = statistics.median(update["tokens_per_sec"] for update in updates)
-        mfu = statistics.median(update["mfu"] for update in updates)
         losses = [update["loss"] for update in updates[-RECENT:]]
         found["training"] = f"{len(updates):,} updates, {updates[-1]['tokens']:,} tokens"
         found["time"] = f"{duration(last['wall'])} (hours:minutes:seconds), with evaluations"
-        found["speed"] = f"{speed:,.0f} tokens/s, MFU {mfu:.1%}: medians of the updates"
+        found["speed"] = f"{speed:,.0f} tokens/s: median of the updates"
+        if mfus := [update["mfu"] for update in updates if "mfu" in update]:
+            found["MFU"] = f"{statistics.median(mfus):.1%}: median of the updates"
         found["memory"] = f"{last['memory'] / 1e9:.2f} GB at most, on one process"
         found["training loss"] = f"{statistics.fmean(losses):.4f}, mean of the last {len(losses)}"
     for record in of_type(records, "val")[-1:]:

@@ -4,7 +4,7 @@
     python tests/same_bits.py before.json .     another checkout beside them; exit 1 if some differ
     python tests/same_bits.py ../before .       two checkouts
 
-A checkout takes about five minutes on two cores. Only the command lines, `GPT` and `score` are
+A checkout takes about five minutes on two idle cores. Only the command lines, `GPT` and `score` are
 used. Losses, tokens, weights and shards must be the same. Times and messages may differ.
 """
 
@@ -92,6 +92,7 @@ def hashes_of(repo: Path) -> Iterator[tuple[str, str]]:
         for name, flags in RUNS.items():
             args = [*shlex.split(flags), "--data-dir=shards", f"--log-dir={name}"]
             processes = 2 if name.startswith("2 ranks") else 1
+            print(f"{name} …", file=sys.stderr, flush=True)
             run(folder, repo / "train_gpt2.py", *args, processes=processes)
             for part, found in hashes_of_run(folder / name):
                 yield f"{name}: {part}", found

@@ -200,6 +200,7 @@ def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["versions"]["torch"] and result["git"] and result["command"].startswith("python")
     (row,) = result["benchmarks"]["sweep"]["rows"]
+    assert not bench.plot_benchmarks(result).get_supxlabel(), "there are no grey bars to explain"
     read = plan.read_mfu(str(tmp_path / "here.json"), gpu=result["device"]["name"])
     assert read[0] == row["MFU"] > 0 and (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 

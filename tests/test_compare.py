@@ -192,6 +192,8 @@ def test_an_arm_against_itself_gives_exactly_0_even_if_one_run_was_killed(made):
     assert "resuming from" in outputs[0] and "resuming from" not in outputs[1]
     left = sorted(path.name for path in out.glob("*/*/ckpt_*"))
     assert left == ["ckpt_000040"] * 6, "older checkpoints are removed"
+    result = json.loads((out / "compare.json").read_text())
+    assert {run["git"] for arm in result["arms"] for run in arm["runs"]} == {result["about"]["git"]}
     slow = against["slow"]
     assert slow["verdict"].startswith("slow is higher by") and slow["tokens"] == [None] * 2
 
@@ -251,6 +253,31 @@ def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
         compare.train(arm, {"seed": 1}, tmp_path / "out")
 
 
+def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
+    corpus, tmp_path, monkeypatch, asked_here
+):
+    copy = tmp_path / "copy"
+    for name, code in compare.read_code(ROOT).items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(code.replace(b"F.gelu(x", b"F.relu(x"))
+    (copy / "support" / "new.py").write_text("new = True\n")
+    about = dict(git="1234567", device=dict(name="a CPU"), dtype="float32")
+    outcome = curve(9, 5) | dict(directory="run", git="7654321-dirty")
+    monkeypatch.setattr(compare, "train", lambda *_: outcome)
+    monkeypatch.setattr(compare, "read_run", lambda _: SimpleNamespace(records=[about]))
+    argv = ["compare.py", "--base", f"{FLAGS} --data-dir {corpus}", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*argv, "--arm", "same:", "--arm", f"relu: @{copy}"])
+    compare.main()
+    page = (tmp_path / "compare.md").read_text()
+    assert "| relu ([changes](relu.diff) to the base; revision 7654321-dirty) | 5.0000 " in page
+    assert "| same | 5.0000 " in page and not (tmp_path / "same.diff").exists()
+    patch = (tmp_path / "relu.diff").read_text().splitlines()
+    changed = [line for line in patch if line.startswith(("+", "-"))]
+    assert changed[0] == "--- a/model.py"
+    assert changed[3][1:] == changed[2][1:].replace("gelu", "relu")
+    assert changed[4:] == ["--- a/support/new.py", "+++ b/support/new.py", "+new = True"]
+
+
 def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, monkeypatch):
     arm = Arm("base", ROOT, [], dict(code=compare.hash_code(ROOT)))
 
@@ -258,7 +285,7 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
         def run(_command, directory):
             directory.mkdir(parents=True, exist_ok=True)
             (directory / "log.txt").touch()
-            (directory / "metrics.jsonl").write_text('{"type": "run", "config": {"seed": 1}}\n')
+            (directory / "metrics.jsonl").write_text('{"type": "run", "git": "", "config": {}}\n')
             (directory / "output.txt").write_text(f"{line}\n\n")
 
         return run

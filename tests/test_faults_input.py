@@ -51,7 +51,7 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 @pytest.fixture
 def quick(monkeypatch) -> None:
-    """No network, no waiting for the disk, no measuring, no other processes."""
+    """No network, no waiting for the disk, no other processes."""
 
     def no_network(*_, **__) -> None:
         raise socket.gaierror("there is no network in tests")
@@ -64,7 +64,6 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setattr(train_gpt2, "peak_flops", lambda *_: (1e11, "not measured"))
 
 
 def clear(place: Path, before: dict[str, str]) -> None:
@@ -91,7 +90,7 @@ SCRIPTS = {  # a command line that works
     ],
 }
 LONG = {  # what starts when everything has been checked, and is left out here
-    "train_gpt2.py": "train_gpt2.peak_flops",
+    "train_gpt2.py": "support.report.describe_batch",
     "bench.py": "bench.run_benchmarks",
     "compare.py": "compare.compare",
 }

@@ -220,9 +220,24 @@ def test_the_page_holds_the_facts_of_a_run(monkeypatch, capsys):
         assert words in page
 
 
+@pytest.mark.parametrize(
+    "flags, time, cost, note",
+    [
+        ("--gpu RTX-4090", "1 day", "unknown", "give --price"),
+        ("--gpu RTX-4090 --price 0.5", "1 day", "$18.", "at $0.50 per GPU-hour, see --price"),
+        ("--gpu H100", "6:09:36", "$15.40", "at $2.50 per GPU-hour, our assumption, see --price"),
+        ("--preset quickstart", "under 0:01:00", "under $0.04", "our assumption"),
+    ],
+)
+def test_only_a_rent_that_is_known_makes_a_cost_and_no_run_is_free(flags, time, cost, note):
+    planned = plan.describe(settings(flags))
+    assert planned["time"][0].startswith(time)
+    assert planned["cost"][0].startswith(cost) and note in planned["cost"][1]
+
+
 def test_the_readmes_table_is_what_the_program_prints(monkeypatch, capsys):
     table = run_main(monkeypatch, capsys, "--table")
-    assert len(table.splitlines()) == 2 + len(PRESETS)
+    assert len(table.splitlines()) == 2 + len(PRESETS) - 1, "not the quickstart, for a CPU"
     assert table in (ROOT / "README.md").read_text()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 
 import numpy as np
@@ -128,7 +129,34 @@ def test_the_untrained_loss_is_an_arrow_and_not_a_ramp_across_the_picture(tmp_pa
     [validation] = [line for line in axis.lines if line.get_color() == plots.RED]
     assert list(validation.get_ydata()) == pytest.approx(run.streams["val"][1][1:])
     assert axis.get_ylim()[1] < 8, "the view ends above the last nine tenths, not at 10.3"
-    assert sorted(labels(axis)) == ["training 3.33", "validation 3.317", "▲\n10.30\n(above)"]
+    above = "▲\n10.30\n(above)"
+    assert sorted(labels(axis)) == ["training 3.33 (last 10)", "validation 3.317", above]
+
+
+@pytest.mark.parametrize("steps, band", [(3, ""), (40, ""), (60, "; band: one deviation")])
+def test_a_label_points_to_the_value_it_prints_and_a_band_is_named_where_one_is_drawn(
+    tmp_path, steps, band
+):
+    run = read_run(write_run(tmp_path / "run", "edu_fineweb10B", steps=steps))
+    axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
+    named = [text for text in axis.texts if "(above)" not in text.get_text()]
+    assert len(named) == 3
+    for text in named:
+        value = float(re.search(r"\d+\.\d+", text.get_text())[0])
+        assert text.xy[1] == pytest.approx(value, abs=0.006), text
+    assert axis.get_ylabel() == f"loss (nats per token){band}"
+
+
+@pytest.mark.parametrize("first, arrows", [(3.0, 0), (9.0, 1)])
+def test_all_lines_are_in_view_and_a_first_loss_too_unless_it_is_far_above(first, arrows):
+    steps = list(range(200))
+    streams = {"train": (steps, [3.0] * 200), "val": ([0, 100, 200], [first, 3.0, 3.0])}
+    run = LoggedRun("tuned", streams, [], {"data_dir": "edu_fineweb10B"})
+    axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
+    assert 3.292 < axis.get_ylim()[1] < 4, "OpenAI's loss is higher than all of the run's"
+    assert sum("(above)" in label for label in labels(axis)) == arrows
+    [validation] = [line for line in axis.lines if line.get_color() == plots.RED]
+    assert len(validation.get_ydata()) == 3 - arrows
 
 
 def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path):
@@ -223,7 +251,8 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         "| parameters | 124,439,808 |",
         "60 updates, 60,000 tokens",
         "| time | 1:00:00 ",
-        "1,000 tokens/s, MFU 25.0%",
+        "| speed | 1,000 tokens/s",
+        "| MFU | 25.0%",
         "| validation loss | 3.3174 (perplexity 27.59) |",
         "| HellaSwag | 0.2800 of 1,000",
         "    2026-01-01 00:00:00  python train_gpt2.py --max-steps 60 --seed 2 --overwrite\n",

@@ -3,6 +3,8 @@
 import io
 import json
 import math
+import os
+import pty
 import sys
 from functools import partial
 
@@ -166,6 +168,22 @@ def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(
     out = run(monkeypatch, capsys, *flags, "--prompt", f"@{source}", "--num-samples", 2)
     twice = [one for one in alone for _ in range(2)]
     assert out == "".join(f"--- sample {i}\n{one}" for i, one in enumerate(twice))
+
+
+def test_without_a_prompt_a_terminal_is_asked_for_prompts_until_ctrl_d(
+    monkeypatch, capsys, directory
+):
+    flags = f"--model {directory} --max-new-tokens 5 --temperature 0".split()
+    alone = [run(monkeypatch, capsys, *flags, "--prompt", prompt) for prompt in ("Hello", "One")]
+    keyboard, terminal = pty.openpty()
+    os.write(keyboard, b"Hello\nOne\n\4")
+    with open(terminal, closefd=False) as stdin, open(terminal, "w") as stdout:
+        monkeypatch.setattr(sys, "argv", ["sample.py", *flags, "--device", "cpu"])
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, "stdout", stdout)
+        sample.main()
+        shown = os.read(keyboard, 10**6).decode().replace("\r\n", "\n")
+    assert shown.endswith("Ctrl-D ends.\n> " + "> ".join(alone) + "> \n")
 
 
 def test_samples_are_drawn_together_and_leave_the_model_and_the_random_state_alone(tiny):

@@ -12,6 +12,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+import same_bits
 from conftest import ROOT, run_program
 
 from support.common import write_whole
@@ -108,6 +109,15 @@ def test_what_starts_fast_does_not_import_torch(name):
     code = f"import {name}, sys; assert 'torch' not in sys.modules"
     done = run_program([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
+
+
+def test_same_bits_names_each_run_before_it_starts(monkeypatch, capsys):
+    told = []
+    read = capsys.readouterr
+    monkeypatch.setattr(same_bits, "run", lambda *_, **__: told.append(read().err) or "{}")
+    monkeypatch.setattr(same_bits, "hashes_of_run", lambda log_dir: [])
+    assert list(same_bits.hashes_of(ROOT)) == []
+    assert told[1:-1] == [f"{name} …\n" for name in same_bits.RUNS]
 
 
 @pytest.mark.parametrize("module", ["model", "train_gpt2"])
