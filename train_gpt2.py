@@ -29,6 +29,7 @@ from support.common import UserError, duration, first_line, run_script, say, wri
 from support.device import (
     autocast,
     compile_blocks,
+    device_name,
     dtype_name,
     eager,
     evaluation_mode,
@@ -207,7 +208,7 @@ class Run:
         self.world = world
         self.log = log
         self.stop = Stop(world)
-        refuse_other_data(config, found)
+        self.data = know_data(config, found, log)
         self.dtype, why = prepare_device(config, world, found)
         log.say(f"device: {world.device}, {dtype_name(self.dtype)} ({why})")
         self.raw = build_model(config, found, log)
@@ -520,7 +521,7 @@ def report_step(run: Run, loss: float, norm: float, lr: float, seconds: float) -
         norm=norm if math.isfinite(norm) else None,
         ms=1000 * seconds,
         tokens_per_sec=rate,
-        tokens=(step + 1) * config.total_batch_size,
+        tokens=run.train_loader.cursor * config.sequence_length,
         wall=run.wall(),
         memory=peak_memory(run.world.device),
     )
@@ -628,7 +629,8 @@ def save_checkpoint(run: Run) -> None:
     state = {
         **dataclasses.asdict(progress),
         "batch_size": run.train_loader.B,
-        "data": identify(run.train_loader.shards),
+        "data": run.data,
+        "machine": describe_machine(run.world),
         "dtype": dtype_name(run.dtype),
         "config": dataclasses.asdict(config),
         "model": dataclasses.asdict(run.raw.config),
@@ -680,20 +682,31 @@ def save_interrupted(run: Run) -> None:
 # -- resuming
 
 # A resumed run may change these without a word.
-SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "batch_size"}
-SILENT |= {"sharding", "keep_checkpoints", "checkpoint_minutes", "save_best"}
+SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device"}
+SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best"}
+
+# What a change means, where its name does not say it
+REORDERED = " (the rest of this epoch has another order: some sequences come again, others never)"
+MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
+MEANINGS["val_tokens"] = " (validation losses do not compare with those before)"
 
 
-def as_restarted(config: TrainConfig) -> TrainConfig:
-    """After torchrun's restart: resumes this run, not an older one that it overwrote."""
+def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
+    """If torchrun restarted the processes: goes on with the run that they had begun, if they had.
+
+    The last start in metrics.jsonl is the mark of a begun run: by then it has no older checkpoints.
+    Rank 0 decides, because a shared disk may show two nodes two states.
+    """
+    agents = world.agents()
     metrics = Path(config.log_dir) / "metrics.jsonl"
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and metrics.exists():
+    if world.is_main and agents and metrics.exists():
         starts = starts_of(read_metrics(metrics))
-        if starts and starts[-1]["launch"] == os.environ["TORCHELASTIC_RUN_ID"]:
-            if config.resume == "none" or checkpoint.checkpoints(config.log_dir):
-                return dataclasses.replace(config, resume="auto", overwrite=False)
-            return dataclasses.replace(config, overwrite=True)  # the same start once more
-    return config
+        if starts and set(agents) & set(starts[-1].get("launch", [])):
+            if config.resume in ("none", "auto") or checkpoint.checkpoints(config.log_dir):
+                config = dataclasses.replace(config, resume="auto", overwrite=False)
+            else:  # the same start once more: resume names a checkpoint elsewhere
+                config = dataclasses.replace(config, overwrite=True)
+    return world.share(config)
 
 
 def find_checkpoint(config: TrainConfig, world: World, log: Log) -> checkpoint.Found | None:
@@ -716,7 +729,22 @@ def find_checkpoint(config: TrainConfig, world: World, log: Log) -> checkpoint.F
     log.say(f"resuming from {found.path}: {steps} updates, {found.state['cursor']:,} sequences")
     if others:
         log.say(f"  with other settings than before: {', '.join(others)}")
+    here = describe_machine(world)
+    then = found.state.get("machine", here)  # version 2 kept none
+    moved = [f"{name} {then[name]} -> {here[name]}" for name in here if then[name] != here[name]]
+    if moved:
+        log.say(f"  equal to the uninterrupted run only to rounding: {', '.join(moved)}")
     return found
+
+
+def describe_machine(world: World) -> dict:
+    """What else decides the last bits of a loss, besides code and settings."""
+    return {
+        "device": device_name(world.device),
+        "processes": world.size,
+        "threads": torch.get_num_threads() if world.device.type == "cpu" else "any",
+        "torch": str(torch.__version__),
+    }
 
 
 def compare_settings(config: TrainConfig, found: checkpoint.Found) -> list[str]:
@@ -726,8 +754,13 @@ def compare_settings(config: TrainConfig, found: checkpoint.Found) -> list[str]:
     """
     then = dataclasses.asdict(TrainConfig()) | found.state["config"]  # a newer field: its default
     now = dataclasses.asdict(config)
+    for name in ("dtype", "batch_size"):  # auto and 0 keep what they have found
+        then[name] = found.state[name]
+        now[name] = then[name] if now[name] in ("auto", 0) else now[name]
     changed = {
-        name: f"{name} {then[name]} -> {now[name]}" for name in now if then[name] != now[name]
+        name: f"{name} {then[name]} -> {now[name]}{MEANINGS.get(name, '')}"
+        for name in now
+        if then[name] != now[name]
     }
     fields = dataclasses.fields(GPTConfig)
     fixed = ["sequence_length", "optimizer", *[f.name for f in fields if f.metadata != HARMLESS]]
@@ -742,20 +775,32 @@ def compare_settings(config: TrainConfig, found: checkpoint.Found) -> list[str]:
     return [changed[name] for name in changed if name not in SILENT]
 
 
-def refuse_other_data(config: TrainConfig, found: checkpoint.Found | None) -> None:
-    """Raises UserError if shards are missing or damaged, or not those that a run trained on."""
+def know_data(config: TrainConfig, found: checkpoint.Found | None, log: Log) -> dict[str, dict]:
+    """What a checkpoint keeps of the data: {split: `identify` of its shards}.
+
+    Raises UserError if shards are missing or damaged, or not those that `found` was trained on.
+    """
     data_dir = Path(config.data_dir)
-    now = identify(find_shards(data_dir, "train"))
-    if config.val_every:
-        find_shards(data_dir, "val")
-    then = found.state["data"] if found else now
-    other = sorted(name for name in now | then if now.get(name) != then.get(name))
-    if found and other:
-        raise UserError(
-            f"{data_dir} has other shards than when {found.path} was written "
-            f"({other[0]} differs, {len(other)} in all): put the shards back, or start a new "
-            f"run from its weights with --init-from {found.path}"
-        )
+    splits = ["train", "val"] if config.val_every else ["train"]
+    now = {split: identify(find_shards(data_dir, split)) for split in splits}
+    if not found:
+        return now
+    then = found.state["data"]
+    if found.state["version"] == 2:
+        log.say(f"  {found.path} is of version 2: it knows training shards by name and size only")
+        hashes = {name: sha256 for name, (_, sha256) in now["train"].items()}
+        then = {"train": {name: [size, hashes.get(name)] for name, (size, _) in then.items()}}
+    for split in splits:
+        here = now[split]
+        before = then.get(split, here)
+        other = sorted(name for name in here | before if here.get(name) != before.get(name))
+        if other:
+            raise UserError(
+                f"{data_dir} has other shards than when {found.path} was written "
+                f"({other[0]} differs, {len(other)} in all): put the shards back, or start a new "
+                f"run from its weights with --init-from {found.path}"
+            )
+    return then | now  # without validation, the split that the run had is kept
 
 
 def restore(run: Run, found: checkpoint.Found) -> None:
@@ -869,21 +914,22 @@ def evaluate_only(config: TrainConfig, world: World) -> None:
 
 
 def main() -> None:
-    config = as_restarted(parse_command_line(sys.argv[1:]))
-    problems = check(config, int(os.environ.get("WORLD_SIZE", 1)))
-    if problems:
-        if int(os.environ.get("LOCAL_RANK", 0)):  # one rank of each node says it
-            time.sleep(10)  # torchrun ends all ranks with the first that ends
-        else:
-            print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
-        sys.exit(2)
-    if config.eval_only:
-        with World(config.device, config.sharding) as world:
+    config = parse_command_line(sys.argv[1:])
+    with World(config.device, config.sharding) as world:
+        config = as_restarted(config, world)
+        problems = check(config, world.size)
+        if problems:
+            if int(os.environ.get("LOCAL_RANK", 0)):  # one rank of each node says it
+                time.sleep(10)  # torchrun ends all ranks with the first that ends
+            else:
+                print("\n".join(f"train_gpt2.py: {p}" for p in problems), file=sys.stderr)
+            sys.exit(2)
+        if config.eval_only:
             evaluate_only(config, world)
-        return
-    patience = 10.0 if config.resume == "auto" else 0.0  # the job's last start may still save
-    with World(config.device, config.sharding) as world, alone_in(config.log_dir, world, patience):
-        train(config, world)
+            return
+        patience = 10.0 if config.resume == "auto" else 0.0  # the job's last start may still save
+        with alone_in(config.log_dir, world, patience):
+            train(config, world)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
-VERSION = 2  # of the training state; 1 had another order of the data, and no checksums
+VERSION = 3  # of the training state; 2 knew less of the data, 1 had them in another order
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -183,9 +183,9 @@ def load_state(directory: Path) -> dict:
     path = directory / STATE
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     version = state.get("version", 1)  # the first ones did not say
-    if version != VERSION:
+    if not 2 <= version <= VERSION:
         raise UserError(
-            f"{path} is of version {version}, this program reads version {VERSION} (CHANGELOG.md): "
+            f"{path} is of version {version}, this program reads 2 to {VERSION} (CHANGELOG.md): "
             "go on with the revision that wrote it, or start from its weights with "
             f"--init-from {directory}"
         )

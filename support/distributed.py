@@ -217,6 +217,17 @@ class World:
         dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
+    def agents(self) -> list[str]:
+        """The log folder of torchrun on each node, to tell this start of torchrun from another.
+
+        Its name is random, and stays when torchrun restarts the processes. Empty without torchrun.
+        """
+        error_file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+        names = [error_file.rpartition("/attempt_")[0]] * self.size
+        if self.size > 1:
+            dist.all_gather_object(names, names[0])
+        return sorted(set(names) - {""})
+
     @contextmanager
     def together(self):
         """A mistake or a failing disk inside, on one process, is a UserError on every process."""

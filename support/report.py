@@ -62,8 +62,7 @@ def describe_run(config, world, dtype: torch.dtype, batch_size: int) -> dict:
         "dtype": dtype_name(dtype),
         "batch_size": batch_size,
         "time": time.strftime("%Y-%m-%d %H:%M:%S"),
-        # the same for all ranks and restarts
-        "launch": os.environ.get("TORCHELASTIC_RUN_ID", ""),
+        "launch": world.agents(),
     }
 
 

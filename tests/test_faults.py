@@ -34,11 +34,13 @@ from contract import RIGHT, TOLD, assert_told, call, contents, judge
 from warm import two_ranks
 
 import fineweb
+from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint
-from support.common import UserError
+from support.common import UserError, hash_file
 from support.distributed import World
 from support.log import Log, read_log, read_metrics
+from train_gpt2 import know_data
 
 RESUME = (*EVERY_TWO, "--resume", "auto")
 
@@ -98,9 +100,12 @@ def test_a_validation_loss_that_is_not_finite_stops_the_run(corpus, tmp_path):
     assert_told(done, "validation loss", "--learning-rate")
 
 
-def test_a_hellaswag_file_that_was_asked_for_and_is_not_there_stops_the_run(corpus, tmp_path):
-    flags = ("--hellaswag-every", 5, "--hellaswag-path", tmp_path / "nowhere.jsonl")
-    assert_told(train(corpus, tmp_path / "log", *flags), "nowhere.jsonl")
+def test_a_start_that_fails_leaves_the_run_that_it_would_overwrite(corpus, run_dir, tmp_path):
+    before = contents(run_dir)
+    for place in ("--hellaswag-path", "--init-from"):
+        flags = ("--overwrite", "--hellaswag-every", 5, place, tmp_path / "nowhere")
+        assert_told(train(corpus, run_dir, *flags), "nowhere")
+        assert contents(run_dir) == before
 
 
 # -- checkpoints
@@ -223,22 +228,69 @@ def test_a_checkpoint_of_another_version_offers_its_weights(corpus, run_dir, ver
 # -- other data, damaged logs, a full disk
 
 
-@pytest.mark.parametrize("changed", ["size", "hash in the manifest"])
-def test_other_shards_than_the_run_began_with_are_refused(corpus, tmp_path, changed):
+def test_other_shards_than_the_run_began_with_are_refused(corpus, run_dir, tmp_path):
     shards = shutil.copytree(corpus, tmp_path / "shards")
-    log_dir = tmp_path / "log"
-    name = "toy_train_000001.npy"
-    manifest = shards / "manifest.json"
-    manifest.write_text(json.dumps({"shards": [{"name": name, "sha256": "a" * 64}]}))
-    assert train(shards, log_dir, *EVERY_TWO).returncode == 0
-    if changed == "size":
-        np.save(shards / name, np.load(shards / name)[:-16])
-    else:
-        manifest.write_text(manifest.read_text().replace("a" * 64, "b" * 64))
-    before = contents(log_dir)
-    done = train(shards, log_dir, *RESUME, "--max-steps", 9)
-    assert_told(done, str(shards), "--init-from")
-    assert contents(log_dir) == before
+    write_shard(shards / "toy_train_000003.npy", documents(777, seed=9))  # of the same size
+    before = contents(run_dir)
+    done = train(shards, run_dir, *RESUME, "--max-steps", 9)
+    assert_told(done, str(shards), "toy_train_000003.npy differs, 1 in all", "--init-from")
+    assert contents(run_dir) == before
+
+
+N = 100_000  # tokens
+SPOILT = {  # the places of tokens that change, and whether a resume notices
+    "a_train_000001.bin": {0: True, 4095: True, 5000: False, N // 2: False, N - 1: True},
+    "a_val_000000.bin": {0: True, 5000: False, N - 1: True},
+}
+
+
+def test_a_shard_is_known_by_its_size_and_some_of_its_blocks(tmp_path):
+    def refused(then: dict, version: int = checkpoint.VERSION, val_every: int = 1) -> str:
+        config = TrainConfig(data_dir=str(tmp_path), val_every=val_every)
+        found = checkpoint.Found(Path("ckpt"), {"data": then, "version": version}, [])
+        try:
+            kept = know_data(config, found, Log(tmp_path, True))
+        except UserError as error:
+            return str(error)
+        assert version == 2 or kept.keys() == {"train", "val"}, "what is not in use is kept, too"
+        return ""
+
+    for name in SPOILT:
+        np.arange(N).astype("<u2").tofile(tmp_path / name)  # nanoGPT's, without a header
+    whole = know_data(TrainConfig(data_dir=str(tmp_path)), None, Log(tmp_path, True))
+    old = {name: [size, ""] for name, (size, _) in whole["train"].items()}  # of version 2
+    assert not refused(whole) and not refused({"train": whole["train"]})
+    for name, places in SPOILT.items():
+        content = (tmp_path / name).read_bytes()
+        for place, noticed in places.items():
+            (tmp_path / name).write_bytes(flip(content, 16 * place))
+            assert (f"{name} differs, 1 in all" in refused(whole)) == noticed, (name, place)
+            assert bool(refused(whole, val_every=0)) == (noticed and "train" in name)
+            assert not refused(old, version=2)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "a_train_000001.bin").write_bytes(content[:-2])
+    (tmp_path / "a_train_000002.bin").write_bytes(content)
+    assert "a_train_000001.bin differs, 2 in all" in refused(old, version=2)
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_a_resume_says_whether_the_machine_and_the_data_are_those_of_before(
+    corpus, run_dir, version
+):
+    last = run_dir / "ckpt_000006"
+    state = torch.load(last / "training_state.pt", weights_only=True)
+    state["machine"] |= {"processes": 8, "threads": 64}
+    if version == 2:
+        del state["machine"]
+        state["data"] = state["data"]["train"]
+    torch.save(state | {"version": version}, last / "training_state.pt")
+    hashes = {name: hash_file(last / name) for name in FILES if name != "checksums.json"}
+    (last / "checksums.json").write_text(json.dumps(hashes))
+    done = train(corpus, run_dir, "--max-steps", 6, "--resume", "auto")
+    assert done.returncode == 0, done.stderr
+    words = "only to rounding: processes 8 -> 1, threads 64 -> 1"
+    assert (words in done.stdout) == (version == 3), done.stdout
+    assert ("version 2" in done.stdout) == (version == 2), done.stdout
 
 
 @pytest.mark.parametrize("where", [0, 2, -1])

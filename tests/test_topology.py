@@ -1,5 +1,6 @@
 """One run on any number of processes, with any sharding, killed and restarted: the same curve."""
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -8,6 +9,7 @@ import shutil
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterable
 
 import pytest
@@ -24,6 +26,7 @@ from conftest import (
     tiny_run,
     train,
     wait_for,
+    warm_train,
     weights_hash,
 )
 
@@ -107,22 +110,78 @@ def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_h
     assert weights_hash(tmp_path / "cut" / last) == weights_hash(tmp_path / "whole" / last)
 
 
-def test_a_restart_goes_on_with_this_run_and_never_with_the_one_it_overwrites(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("flags, goes_on", [
+    (dict(overwrite=True), dict(resume="auto", overwrite=False)),
+    (dict(), dict(resume="auto")),
+    (dict(resume="auto"), dict()),
+    (dict(resume="elsewhere/ckpt_000010", overwrite=True), dict()),
+    (dict(resume="elsewhere/ckpt_000010"), dict(overwrite=True)),
+])  # fmt: skip
+def test_a_restart_goes_on_with_the_run_that_its_own_launch_began(
+    tmp_path, monkeypatch, flags, goes_on
 ):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "now")
-    typed = TrainConfig(log_dir=str(tmp_path), overwrite=True)
-    log = Log(str(tmp_path), True, "none")
-    log.start({"launch": "before"})
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert as_restarted(typed) == typed
-    log.start({"launch": "now"})
-    assert as_restarted(typed) == dataclasses.replace(typed, resume="auto", overwrite=False)
-    elsewhere = dataclasses.replace(typed, resume="elsewhere/ckpt_000010")
-    again = dataclasses.replace(elsewhere, overwrite=True)
-    assert as_restarted(elsewhere) == again, "nothing of its own is saved yet"
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert as_restarted(typed) == typed
+    def restart(launch: str) -> TrainConfig:
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{launch}/attempt_1/0/error.json")
+        return as_restarted(typed, World("cpu"))
+
+    typed = TrainConfig(log_dir=str(tmp_path), **flags)
+    again = dataclasses.replace(typed, **goes_on)
+    assert restart("b") == typed
+    log = Log(tmp_path, True)
+    log.start({"launch": ["a"]})
+    (tmp_path / "ckpt_000020").mkdir()
+    assert restart("b") == typed, "it was killed before it could begin its own"
+    (tmp_path / "ckpt_000020").rmdir()
+    log.start({"launch": ["b", "c"]})
+    assert restart("b") == restart("c") == again, "another node may now be the first"
+    (tmp_path / "ckpt_000010").mkdir()
+    assert restart("b") == dataclasses.replace(typed, resume="auto", overwrite=False)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    assert as_restarted(typed, World("cpu")) == typed, "python has no restarts"
+
+
+def kill_a_rank_early(shards, old, log_dir, backend: str, delay: float, flags: str) -> None:
+    """Overwrites a copy of an old run by a new one, and kills a rank of it soon."""
+    shutil.copytree(old, log_dir)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    meet = [f"--rdzv_backend={backend}", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=same"]
+    args = command("train_gpt2.py", *tiny_run(shards, log_dir, f"{flags} --overwrite"), ranks=2)
+    at = args.index("--standalone")
+    args[at : at + 1] = [*meet, "--nnodes=1", "--max-restarts=3"]
+    with started(args) as process:
+        workers: list[str] = []
+        while len(workers) < 2:
+            assert process.poll() is None, process.communicate()
+            workers = run_program(["pgrep", "-P", str(process.pid)]).stdout.split()
+        time.sleep(delay)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
+            os.kill(int(workers[-1]), signal.SIGKILL)
+        _, err = process.communicate(timeout=LONGEST)
+    assert process.returncode == 0, err
+
+
+OFTEN = (0.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)  # imports take the first two or three
+
+
+@pytest.mark.parametrize("backend, delays", [
+    ("c10d", [1.0]),
+    pytest.param("c10d", OFTEN, marks=pytest.mark.torture),
+    pytest.param("static", OFTEN, marks=pytest.mark.torture),
+])  # fmt: skip
+def test_a_rank_killed_soon_after_the_start_never_brings_back_the_run_that_was_overwritten(
+    shards, tmp_path, backend, delays
+):
+    flags = f"{EIGHT} --batch-size 1 --max-steps 60 --checkpoint-every 10"
+    train(shards, tmp_path / "whole", flags, ranks=2)
+    other = f"{flags} --batch-size 8 --learning-rate 0.02".split()
+    warm_train(shards, tmp_path / "old", *other, TORCHELASTIC_RUN_ID="same")
+    for delay in delays:
+        log_dir = tmp_path / str(delay)
+        kill_a_rank_early(shards, tmp_path / "old", log_dir, backend, delay, flags)
+        assert losses(log_dir) == losses(tmp_path / "whole"), log_dir.name
+        last = "ckpt_000060"
+        assert weights_hash(log_dir / last) == weights_hash(tmp_path / "whole" / last)
 
 
 def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):

@@ -226,6 +226,7 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
 def test_a_line_of_training_on_a_gpu_has_the_mfu():
     run = Mock(peak=4e12, skipped="", first_step=0, config=TrainConfig(total_batch_size=1000))
     run.progress.step = 0
+    run.train_loader.cursor = 1
     run.raw.flops_per_token.return_value = 10**9
     run.world.device = torch.device("cpu")
     report_step(run, loss=3.0, norm=1.0, lr=1e-3, seconds=0.5)
@@ -365,6 +366,26 @@ def test_a_state_from_another_kind_of_device_is_loaded_for_the_fused_kernels_of_
     checkpoint.load_optimizers(model, [adamw], moments)
     assert loaded == [True, True]
     assert all(state["step"] == 4 for state in adamw.state.values())
+
+
+def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus, run_dir):
+    other = "--total-batch-size 128 --seed 7 --no-shuffle --batch-size 4 --val-tokens 99"
+    same = "--dtype auto --device auto --max-steps 8 --checkpoint-every 8 --resume auto"
+    done = train(corpus, run_dir, f"{other} {same}")
+    [line] = [line for line in done.stdout.splitlines() if "with other settings" in line]
+    for words in (
+        "seed 1337 -> 7 (the rest of this epoch has another order",
+        "shuffle True -> False (the rest of this epoch has another order",
+        "val_tokens 10485760 -> 99 (validation losses do not compare",
+        "batch_size 2 -> 4",
+        "total_batch_size 64 -> 128",
+    ):
+        assert words in line
+    assert "dtype" not in line and "device" not in line and "rounding" not in done.stdout
+    assert "float32 (as before)" in done.stdout
+    tokens = [r["tokens"] for r in read_records(run_dir, "train")]
+    assert tokens == [64 * n for n in (1, 2, 3, 4, 5, 6, 8, 10)]
+    assert "640" in (run_dir / "ckpt_000008" / "README.md").read_text()
 
 
 def test_another_model_or_optimizer_gives_only_its_weights(corpus, run_dir, tmp_path):
