@@ -10,6 +10,7 @@ notes in `manifest.json` where to resume. Kill it at any time and start it again
 byte for byte the same. Memory stays flat: under 1 GB for this process.
 """
 
+import glob
 import hashlib
 import itertools
 import json
@@ -18,7 +19,7 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -28,11 +29,12 @@ import numpy as np
 from support.common import UserError, hash_file, write_whole
 from support.decontaminate import Benchmark, cut_out
 from support.shards import write_shard
-from support.text import File, Text, find_sources, read_batches
+from support.text import Text, find_changes, find_sources, read_batches
 from support.tokenizer import EOT, encode_to_arrays
 from support.workers import map_ahead, run_and_exit, start_pool
 
-NOT_SHAPING = ("data_dir", "workers", "hellaswag_path", "verify")  # they do not change the shards
+NOT_SHAPING = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
+SHORTEST = 128  # tokens: the quickstart's sequences; other presets have longer ones
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Config:
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
     hellaswag_path: str = ""  # its validation set as a local .jsonl file; default: download it
+    overwrite: bool = False  # make data_dir's shards anew if they are complete or do not match
     verify: bool = False  # only compare all shards in data_dir with the manifest
 
 
@@ -96,6 +99,7 @@ class Cursor:
 
     file: int  # the number of the file in which the batch begins
     text: int  # the number of its first text in this file
+    last: int  # the number of the file in which it ends
     counts: dict[str, int]  # COUNTS of all texts before the batch
     token: int = 0  # tokens of the batch that earlier shards hold
 
@@ -105,8 +109,8 @@ Stream = Iterator[tuple[Cursor, np.ndarray]]  # batch after batch: where it begi
 
 def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar) -> Stream:
     """Yields each batch, up to `limit` tokens in all, and adds its COUNTS to `counts`."""
-    for (file, text), (tokens, counted) in batches:
-        cursor = Cursor(file, text, dict(counts))
+    for (file, text, last), (tokens, counted) in batches:
+        cursor = Cursor(file, text, last, dict(counts))
         counts.update(counted)
         bar.update(len(tokens[:limit]))
         yield cursor, tokens[:limit]
@@ -190,56 +194,66 @@ def choose_val_tokens(head: list[np.ndarray], shard_size: int, val_tokens: int) 
     starts = [at + np.flatnonzero(part == EOT) for at, part in zip(begins, head, strict=False)]
     documents = np.concatenate(starts)
     near = documents[(documents >= wanted) & (documents <= min(2 * wanted, shard_size))]
-    return int(near[0]) if len(near) else wanted
+    val = int(near[0]) if len(near) else wanted
+    if (fewest := min(val, total - val)) <= SHORTEST:
+        split = "val" if fewest == val else "train"
+        told = f"warning: the {split} split has {fewest} tokens, less than a sequence of any preset"
+        print(f"{told}: add text, or change --val-tokens", file=sys.stderr)
+    return val
 
 
 # -- the manifest: how the shards were made, what is in them, where to go on
 
 MANIFEST = "manifest.json"
-KEYS = ("options", "sources", "shards", "tokens", "counts", "cursor")
+KEYS = {"options", "sources", "shards", "tokens", "counts", "cursor"}
 GONE = {"deduplicate": False}  # removed options, with the only value that still works
 
 
-def open_manifest(folder: Path, options: dict) -> dict:
-    """Returns the manifest of a folder, or a first one. Refuses other options, missing shards."""
+def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
+    """Returns the manifest of a folder, or a first one. Refuses a folder that does not match."""
+    first = {
+        "options": options,
+        "sources": {},
+        "files": {},
+        "shards": [],
+        "tokens": 0,
+        "counts": dict.fromkeys(COUNTS, 0),
+        "cursor": {"file": 0, "text": 0, "token": 0},
+    }
     if not (folder / MANIFEST).exists():
         if strange := sorted(folder.glob("*.npy")):
             raise UserError(f"{folder} holds {strange[0].name}; choose another --data-dir")
-        return {
-            "options": options,
-            "sources": {},
-            "shards": [],
-            "tokens": 0,
-            "counts": dict.fromkeys(COUNTS, 0),
-            "cursor": {"file": 0, "text": 0, "token": 0, "read": None},
-        }
+        return first
     manifest = read_manifest(folder)
     before = GONE | manifest["options"]
-    changed = [
-        f"--{key.replace('_', '-')} {before.get(key)}, not {value}"
+    changes = [
+        f"--{key.replace('_', '-')} was {before[key]}, not {value}"
         for key, value in (GONE | options).items()
-        if before.get(key) != value
+        if before.get(key, value) != value  # older manifests lack some
     ]
-    if changed:
-        raise UserError(f"{folder} was made with {'; '.join(changed)}; choose another --data-dir")
-    for shard in manifest["shards"]:
-        if not (folder / shard["name"]).exists():
-            raise UserError(f"{folder / shard['name']} is missing; delete {folder} and start again")
-    return manifest
+    names = [shard["name"] for shard in manifest["shards"]]
+    changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
+    if "files" in manifest:
+        all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
+        changes += find_changes(options["source"], manifest["files"], all_read)
+    if changes and not overwrite:
+        told = f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all)"
+        raise UserError(f"{told}; choose another --data-dir, or make it anew with --overwrite")
+    return first if overwrite and (changes or not manifest["cursor"]) else manifest
 
 
 def read_manifest(folder: Path) -> dict:
     """Raises UserError if the manifest is missing, or is not what `write_manifest` has written."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
-        content = {key: manifest[key] for key in KEYS}
-        if manifest.get("checksum") not in (None, checksum(content)):  # the oldest have none
-            raise ValueError("its checksum differs")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        manifest = dict(json.loads(path.read_bytes()))
+        written = manifest.pop("checksum", None)  # the oldest have none
+        if written not in (None, checksum(manifest)) or KEYS - manifest.keys():
+            raise ValueError("it is incomplete, or its checksum differs")
+    except (OSError, ValueError, TypeError) as error:
         told = f"{path} cannot be read ({error!r})"
         raise UserError(f"{told}; to verify or to go on, put back a copy") from error
-    return content
+    return manifest
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
@@ -261,7 +275,9 @@ def verify_shards(folder: Path) -> str:
         if not (folder / name).exists() or hash_file(folder / name) != sha256
     ]
     if damaged:
-        raise UserError(f"{folder}: missing or damaged: {', '.join(damaged)}; make it again")
+        raise UserError(
+            f"{folder}: missing or damaged: {', '.join(damaged)}; --overwrite makes all anew"
+        )
     return f"{folder}: all {len(recorded)} shards are as they were written"
 
 
@@ -275,12 +291,19 @@ def make_shards(config: Config, folder: Path) -> str:
     options = {key: value for key, value in asdict(config).items() if key not in NOT_SHAPING}
     options["source"] = list(config.source)
     try:
+        new = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock", timeout=1):  # a killed process's workers hold it a moment
-            manifest = open_manifest(folder, options)
+            manifest = open_manifest(folder, options, config.overwrite)
             if not manifest["cursor"]:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
-            write_shards(config, folder, manifest)
+            try:
+                write_shards(config, folder, manifest)
+            finally:
+                if new and not (folder / MANIFEST).exists():  # folders come with the first shard
+                    (folder / ".lock").unlink()
+                    for path in new:
+                        path.rmdir()
     except Timeout:
         raise UserError(f"another process is writing to {folder}: wait for it") from None
     except OSError as error:  # of writing: errors of reading are UserErrors
@@ -300,8 +323,6 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
     files = list(find_sources(config.source, config.column, config.revision, manifest["sources"]))
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     start = manifest["cursor"]
-    if start["read"] not in (None, fingerprint(files[: start["file"] + 1], benchmark)):
-        raise UserError(f"the source has changed since {folder} was begun; make it again")
     for left in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
         left.unlink()  # a killed process left them
     # the first start["token"] tokens of the stream are written already
@@ -328,21 +349,31 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
         done=start["token"],
     )
     with bar, ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(write_manifest, folder, manifest)
+        writing: list[Future] = []
         for index, parts, cursor in shards:
-            read = fingerprint(files[: cursor.file + 1], benchmark)
-            writing.result()  # never two at a time: shards are large
-            writing = writer.submit(save_shard, folder, manifest, index, parts, cursor, read)
-        writing.result()
+            read = {file.name: file.stamp for file in files[: cursor.last + 1] if file.stamp}
+            while writing:
+                writing.pop().result()  # never two at a time: shards are large
+            writing.append(writer.submit(save_shard, folder, manifest, index, parts, cursor, read))
+        while writing:
+            writing.pop().result()
+    if manifest["tokens"] != config.max_tokens:
+        manifest.get("files", {}).update({file.name: file.stamp for file in files if file.stamp})
     manifest["counts"] = dict(counts)
     manifest["cursor"] = None
     write_manifest(folder, manifest)
 
 
 def save_shard(
-    folder: Path, manifest: dict, index: int, parts: list[np.ndarray], cursor: Cursor, read: str
+    folder: Path, manifest: dict, index: int, parts: list[np.ndarray], cursor: Cursor, read: dict
 ) -> None:
-    """Writes a shard, then the manifest: there is always a place to go on from."""
+    """Writes a shard, then the manifest: there is always a place to go on from. read: stamps."""
+    if index == 0:
+        if (folder / MANIFEST).exists():  # --overwrite
+            old = glob.escape(read_manifest(folder)["options"]["name"])
+            for path in folder.glob(f"{old}_*_*.npy"):
+                path.unlink()
+        write_manifest(folder, manifest)
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, parts))
@@ -354,15 +385,9 @@ def save_shard(
         "file": cursor.file,
         "text": cursor.text,
         "token": cursor.token,
-        "read": read,
     }
+    manifest.get("files", {}).update(read)
     write_manifest(folder, manifest)
-
-
-def fingerprint(files: list[File], benchmark: Benchmark | None) -> str:
-    """A hash of the benchmark and of the name and size of each file."""
-    read = "".join(f"{file.name} {file.size}\n" for file in files).encode(errors="surrogateescape")
-    return hashlib.sha256(read + (benchmark.hashes.tobytes() if benchmark else b"")).hexdigest()
 
 
 def load_benchmark(path: str) -> Benchmark:

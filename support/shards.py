@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import json
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +69,9 @@ def find_tokens(path: Path) -> tuple[int, int]:
 def find_shards(data_dir: Path, split: str) -> list[Shard]:
     """The shards of a split (train or val), in the order of their names.
 
-    Raises UserError if there are none, or if one is damaged.
+    Raises UserError if there are none, if one is damaged, or if fineweb.py has not made them all.
     """
+    refuse_unfinished(data_dir)
     pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
     paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
     if not paths:
@@ -77,6 +80,28 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
             "make them with python fineweb.py, or name another directory with --data-dir"
         )
     return [Shard(path) for path in paths]
+
+
+def refuse_unfinished(data_dir: Path) -> None:
+    """Raises UserError, with the command to type, unless all shards of a manifest are there.
+
+    Training would begin on a part of the data, and not resume with all of it.
+    """
+    try:
+        manifest = json.loads((data_dir / "manifest.json").read_bytes())
+        paths = [data_dir / shard["name"] for shard in manifest["shards"]]
+        options = manifest["options"] | {"data_dir": str(data_dir)}
+        if not manifest["cursor"] and all(path.exists() for path in paths):
+            return
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # it is not fineweb.py's
+    command = ["python", "fineweb.py"]
+    for key, value in options.items():
+        if value:  # the others are the defaults
+            words = value if isinstance(value, list) else [value]
+            command.append(f"--{key.replace('_', '-')}")
+            command += [str(word) for word in words if word is not True]
+    raise UserError(f"{data_dir} is not complete; to go on, type: {shlex.join(command)}")
 
 
 def identify(shards: list[Shard]) -> dict[str, list]:

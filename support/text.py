@@ -15,12 +15,13 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from support.common import UserError, first_line
+from support.common import UserError, first_line, hash_file
 
 HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "fineweb-edu-10B": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
@@ -36,16 +37,19 @@ NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "
 STRETCH = 2**20  # bytes of a text file that are read at a time
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
-WAITS = (1, 4, 15, 60, 60, 60)  # seconds before the network is tried again
+FIRST_ANSWER = 10  # seconds that the hub has for its first answer
+WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 
 Text = tuple[str, bool]  # a document or a stretch of a long one; whether the document starts here
 
 
-class File(NamedTuple):
+@dataclass(eq=False)
+class File:
     name: str
-    size: int  # bytes; 0 on the web and on the hub
     read: Callable[[], Iterator[Text]]
     commit: str | None = None  # of the dataset on the hub
+    local: bool = False  # the user's own
+    stamp: list | None = None  # what it was when we began to read it
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -55,6 +59,7 @@ def find_sources(
     sources: Iterable[str], column: str, revision: str, commits: dict[str, str | None]
 ) -> Iterator[File]:
     """Yields all files. A dataset has its commit in `commits`; new ones are added there."""
+    seen: set = set()
     for source in sources:
         name = HUB.get(source, source)
         with one_sentence(name):
@@ -63,11 +68,16 @@ def find_sources(
             elif source == "stdlib":
                 found = list(find_stdlib())
             elif source == "tinyshakespeare":
-                found = [File(TINYSHAKESPEARE, 0, partial(read_text, TINYSHAKESPEARE, column))]
+                found = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE, column))]
             else:
                 found = list(find_local(source, column))
         commits[source] = found[0].commit
-        yield from found
+        once = {os.path.realpath(file.name) if file.local else file: file for file in found}
+        new = [file for key, file in once.items() if key not in seen]
+        if again := len(found) - len(new):
+            print(f"--source {source}: {again} named before; each is read once", file=sys.stderr)
+        seen |= once.keys()
+        yield from new
 
 
 @contextmanager
@@ -92,13 +102,19 @@ def find_stdlib() -> Iterator[File]:
     for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
         path = root / name
         if NOT_MODULES.isdisjoint(path.parts[len(root.parts) :]):
-            yield File(name, path.stat().st_size, partial(read_text, str(path), ""))
+            yield File(name, partial(read_text, str(path), ""))
+
+
+def find_paths(source: str) -> list[str]:
+    """The files of a path or a glob, in the order in which they are read. Other sources: none."""
+    if source in (*HUB, "stdlib", "tinyshakespeare") or source.startswith("hub:"):
+        return []
+    return [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
 
 
 def find_local(source: str, column: str) -> Iterator[File]:
     """Yields the files of a path or a glob."""
-    paths = [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
-    if not paths:
+    if not (paths := find_paths(source)):
         raise UserError(f"--source {source}: no such file, and none of the sources in --help")
     for path in paths:
         kind = path.removesuffix(".gz").rpartition(".")[2]
@@ -106,7 +122,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
             raise UserError(
                 f"--source {path}: give .txt, .jsonl or .parquet files, as '{path}/*.txt'"
             )
-        yield File(path, os.path.getsize(path), partial(READERS[kind], path, column))
+        yield File(path, partial(READERS[kind], path, column), local=True)
 
 
 def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
@@ -118,12 +134,38 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
     repository, config, split, own_column = f"{source.removeprefix('hub:')}:::".split(":")[:4]
     split = split or "train"
     column = own_column or column
-    commit = HfApi().dataset_info(repository, revision=revision or None).sha
+    ask = partial(HfApi().dataset_info, repository, revision=revision or None)
+    answer = ThreadPoolExecutor(1).submit(ask)  # its own timeout is for each of many addresses
+    if not wait([answer], FIRST_ANSWER).done:
+        raise TimeoutError(f"no answer in {FIRST_ANSWER} s")
+    commit = answer.result().sha
     builder = load_dataset_builder(repository, config or None, revision=commit)
     stream = builder.as_streaming_dataset(split).select_columns(column).with_format("arrow")
     urls = builder.config.data_files[split]
     for i, url in enumerate(urls):  # each file is a shard of the stream
-        yield File(url, 0, partial(read_hub, stream.shard(len(urls), i), column), commit)
+        yield File(url, partial(read_hub, stream.shard(len(urls), i), column), commit)
+
+
+def make_stamp(path: str, known: list | None = None) -> list:
+    """A file's bytes, the time of its last change, and its SHA-256: the known one if it can be."""
+    status = os.stat(path)
+    now = [status.st_size, status.st_mtime_ns]
+    return known if known and known[:2] == now else [*now, hash_file(Path(path))]
+
+
+def find_changes(sources: list[str], read: dict[str, list], all_read: bool) -> list[str]:
+    """How local files differ from those that were read, a phrase each; none if all are deleted.
+
+    read: {path: stamp}, in order. all_read: they are all that the sources had.
+    """
+    now = {os.path.realpath(path): path for source in sources for path in find_paths(source)}
+    then = {os.path.realpath(path): path for path in read}
+    first = list(now)[: None if all_read else len(then)]
+    same = [then[key] for key in then if key in now]
+    changes = [f"{p} has changed" for p in same if make_stamp(p, read[p])[2] != read[p][2]]
+    changes += [f"{now[key]} is new" for key in first if key not in then]
+    changes += [f"{then[key]} is gone" for key in then if key not in now]
+    return changes if now else []
 
 
 # -- reading each kind of file
@@ -134,7 +176,7 @@ def open_file(path: str):
     if path.startswith("http"):
         import requests
 
-        answer = requests.get(path, timeout=(10, 20))  # seconds to connect, and without a byte
+        answer = requests.get(path, timeout=(3, 10))  # seconds to connect, and without a byte
         answer.raise_for_status()
         return io.BytesIO(answer.content)
     import fsspec
@@ -149,9 +191,9 @@ def read_text(path: str, column: str) -> Iterator[Text]:
     """Yields a text file, one document, in stretches with the same tokens as the whole.
 
     A stretch ends between a visible character and a space. No word of GPT-2's pattern has both
-    in this order, so no token is cut in two.
+    in this order, so no token is cut in two. A byte order mark is left out.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
     text = ""
     starts = True
     with open_file(path) as file:
@@ -215,8 +257,8 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 
 def read_batches(
     files: list[File], file: int = 0, number: int = 0
-) -> Iterator[tuple[tuple[int, int], list[Text]]]:
-    """Yields all texts from a place on, in batches, each with the (file, number) of its first."""
+) -> Iterator[tuple[tuple[int, int, int], list[Text]]]:
+    """Yields ((file and number of its first text, file of its last), batch) from a place on."""
     batch: list[Text] = []
     chars = 0
     for i in range(file, len(files)):
@@ -226,17 +268,19 @@ def read_batches(
             batch.append(text)
             chars += len(text[0])
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                yield place, batch
+                yield (*place, i), batch
                 batch = []
                 chars = 0
         number = 0  # the next file is read from its start
     if batch:
-        yield place, batch
+        yield (*place, i), batch
 
 
 def read_patiently(file: File, number: int) -> Iterator[Text]:
-    """Yields the texts of a file from a number on. Goes on there after the network has failed."""
+    """Yields the texts of a file from a number on. Goes on there after the hub has failed."""
     with one_sentence(file.name):
+        if file.local:
+            file.stamp = make_stamp(file.name)
         for wait in (*WAITS, None):
             try:
                 for text in itertools.islice(file.read(), number, None):
@@ -244,7 +288,7 @@ def read_patiently(file: File, number: int) -> Iterator[Text]:
                     number += 1
                 return
             except Exception as error:
-                if wait is None or "://" not in file.name:
+                if wait is None or not file.commit:
                     raise
                 print(f"\n{file.name}: {error}; trying again in {wait} s", file=sys.stderr)
             time.sleep(wait)

@@ -7,7 +7,9 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,14 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from conftest import HerePool, run_program
-from contract import TOLD
+from contract import TOLD, call
 from tqdm import tqdm
 
 import fineweb
+from config import PRESETS
 from fineweb import Config, choose_val_tokens, pack, read_manifest, stream_tokens, tokenize
 from support import common, text
 from support.common import UserError
 from support.decontaminate import Benchmark, cut_out
+from support.shards import find_shards
 from support.text import find_sources, read_batches
 from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
 
@@ -115,7 +119,7 @@ def tokens_in(folder: Path) -> np.ndarray:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+    return {path.name: path.read_bytes() for path in folder.glob("*") if path.name != ".lock"}
 
 
 @cache
@@ -191,9 +195,10 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     files = 2 * files_of(path)
     batches = list(read_batches(files))
     n = len(batches) // 2
-    assert n > 150 and [place for place, _ in batches] == [(i, j) for i in (0, 1) for j in range(n)]
+    places = [(i, j, i) for i in (0, 1) for j in range(n)]
+    assert n > 150 and [place for place, _ in batches] == places
     for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
-        assert list(read_batches(files, *batches[i][0])) == batches[i:]
+        assert list(read_batches(files, *places[i][:2])) == batches[i:]
 
 
 # -- the stream and its shards
@@ -205,7 +210,7 @@ def stream_of(texts, size, cursor=None, limit=10**9):
     counts = Counter(cursor.counts if cursor else {})
     batches = []
     for i in range(first, len(texts), size):
-        batches.append(((0, i), tokenize([(text, True) for text in texts[i : i + size]])))
+        batches.append(((0, i, 0), tokenize([(text, True) for text in texts[i : i + size]])))
     return stream_tokens(iter(batches), limit, counts, tqdm(disable=True))
 
 
@@ -317,7 +322,7 @@ def test_every_document_comes_back_exactly_with_any_workers(tmp_path, method, wo
 
 def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample():
     files = files_of("stdlib")
-    assert [file[:2] for file in files] == [file[:2] for file in files_of("stdlib")]
+    assert [file.name for file in files] == [file.name for file in files_of("stdlib")]
     left_out = re.compile(r"(^|/)(tests?|idle_test|site-packages)/")
     assert not any(left_out.search(file.name) for file in files)
     assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
@@ -519,7 +524,7 @@ def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(
     batches = read_batches([*files_of(first), *files_of(second)])
     if content is None:
         second.unlink()
-    assert next(batches)[0] == (0, 0)
+    assert next(batches)[0] == (0, 0, 0)
     told = sentence(list, batches)
     assert message in told and name in told
 
@@ -696,16 +701,30 @@ def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
     interrupt(process)
 
 
-def test_a_text_on_the_web_is_tried_again(hub, monkeypatch, capsys):
+def test_a_text_on_the_web_is_read_or_told_at_once(hub, monkeypatch):
     url = hub.env["HF_ENDPOINT"] + "/input.txt"
     monkeypatch.setattr(text, "TINYSHAKESPEARE", url)
-    monkeypatch.setattr(text, "WAITS", (0, 0))
+    hub.statuses = [200, 503]
     files = files_of("tinyshakespeare")
-    hub.statuses = [503, 503, 200]
-    assert list(read_batches(files)) == [((0, 0), [(hub.texts[0], True)])]
-    assert capsys.readouterr().err.count("trying again in 0 s") == 2
-    hub.statuses = [503] * 3
+    assert list(read_batches(files)) == [((0, 0, 0), [(hub.texts[0], True)])]
     assert f"{url} cannot be read (HTTPError: 503" in sentence(list, read_batches(files))
+
+
+def test_without_a_network_the_first_connection_fails_soon_and_leaves_no_folder(
+    tmp_path, monkeypatch, here
+):
+    folder = tmp_path / "data" / "x"
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        env = {"HF_ENDPOINT": address}
+        options = ["--source", "hub:o/d", "--data-dir", folder]
+        done = run(*options, code=1, first="text.FIRST_ANSWER = 0.3", env=env)
+    assert "hub:o/d cannot be read (TimeoutError: no answer in 0.3 s)" in done.stderr
+    monkeypatch.setattr(text, "TINYSHAKESPEARE", f"{address}/input.txt")  # closed by now
+    assert "input.txt cannot be read (ConnectionError: " in sentence(
+        make, folder, "tinyshakespeare"
+    )
+    assert not folder.parent.exists() and 5 <= text.FIRST_ANSWER <= 15
 
 
 NOT_THERE = {
@@ -740,15 +759,15 @@ def make(folder: Path, *sources, **options) -> str:
 
 @pytest.fixture
 def unfinished(tmp_path, here):
-    """A folder whose run ended behind some shards, and its source, mended since: same size."""
-    source = write_jsonl(tmp_path / "a.jsonl", [*prose(250, words=10), "the last"])
-    data = source.read_bytes()
-    source.write_bytes(data[:-2] + b"!\n")
+    """A folder whose run ended behind some shards, and its glob: the second file is mended now."""
+    write_jsonl(tmp_path / "a.jsonl", prose(250, words=10))
+    second = write_jsonl(tmp_path / "b.jsonl", ["the last"])
+    second.write_bytes(b"{")
     folder = tmp_path / "unfinished"
-    assert "line 251" in sentence(make, folder, source)
-    source.write_bytes(data)
+    assert "b.jsonl, line 1" in sentence(make, folder, tmp_path / "*.jsonl")
+    write_jsonl(second, ["the last"])
     assert len(json.loads((folder / "manifest.json").read_text())["shards"]) > 3
-    return folder, source
+    return folder, tmp_path / "*.jsonl"
 
 
 DAMAGES = [(b"}", b""), (b'"text": ', b'"text": 1')]  # cut short; a wrong digit
@@ -761,8 +780,8 @@ def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, outc
     before = contents(folder)
     spoiled = before["manifest.json"].replace(was, now)
     path.write_bytes(spoiled)
-    for call in (lambda: make(folder, source), lambda: fineweb.verify_shards(folder)):
-        told = sentence(call)
+    for act in (lambda: make(folder, source), lambda: fineweb.verify_shards(folder)):
+        told = sentence(act)
         assert told.startswith(f"{path} cannot be read (") and "put back a copy" in told
     assert contents(folder) == before | {"manifest.json": spoiled}
     outcome("shards and manifests", f"manifest.json: {now}", TOLD)
@@ -772,30 +791,141 @@ def write_as_before(folder: Path, deduplicate: bool) -> None:
     """The manifest as the version wrote it that still had --deduplicate."""
     old = read_manifest(folder)
     old["options"]["deduplicate"] = deduplicate
+    old["options"].pop("hellaswag_path", "")
     old["counts"]["duplicates"] = 0
+    old.pop("files", None)
     if old["cursor"]:
-        old["cursor"]["hashes"] = 0
+        old["cursor"] |= {"hashes": 0, "read": "a" * 64}
     fineweb.write_manifest(folder, old)
 
 
 def test_a_manifest_of_the_version_before_is_gone_on_with(unfinished, tmp_path):
     folder, source = unfinished
     write_as_before(folder, deduplicate=True)
-    assert "was made with --deduplicate True, not False" in sentence(make, folder, source)
+    assert "--deduplicate was True, not False" in sentence(make, folder, source)
     write_as_before(folder, deduplicate=False)
     make(folder, source)
     make(tmp_path / "whole", source)
     shards = {name: data for name, data in contents(folder).items() if name != "manifest.json"}
     assert shards.items() <= contents(tmp_path / "whole").items() and len(shards) > 4
-    write_as_before(folder, deduplicate=False)
+    assert "files" not in read_manifest(folder)
+    write_jsonl(tmp_path / "c.jsonl", ["what was read is not known"])
     assert "nothing to do" in make(folder, source)
     assert "as they were written" in fineweb.verify_shards(folder)
 
 
-def test_a_source_that_changed_under_a_resumed_run_is_refused(unfinished):
+def rewrite(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+    os.utime(path, ns=(0, 0))  # another time, however fast the test is
+
+
+EDITED = "a.jsonl has changed"
+CHANGES = {  # of a.jsonl; what a finished folder tells then, and what an unfinished one
+    "longer": (lambda a: rewrite(a, 2 * a.read_bytes()), EDITED, EDITED),
+    "edited": (lambda a: rewrite(a, a.read_bytes().replace(b"s", b"f")), EDITED, EDITED),
+    "touched": (lambda a: rewrite(a, a.read_bytes()), "", ""),
+    "renamed": (lambda a: a.rename(a.with_name("0.jsonl")), *["a.jsonl is gone"] * 2),
+    # an unfinished one has not come to it
+    "new": (lambda a: write_jsonl(a.with_name("c.jsonl"), "z"), "c.jsonl is new", ""),
+    # the shards of a finished one hold the text
+    "deleted": (lambda a: [path.unlink() for path in a.parent.glob("*.jsonl")], "", "no such file"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("finished", [True, False])
+def test_sources_that_changed_since_are_named_and_overwrite_makes_the_shards_anew(
+    unfinished, tmp_path, change, finished
+):
     folder, source = unfinished
-    write_jsonl(source, prose(250, words=10, seed=9))
-    assert "the source has changed since" in sentence(make, folder, source)
+    if finished:
+        make(folder, source)
+    before = contents(folder)
+    apply, *told = CHANGES[change]
+    apply(tmp_path / "a.jsonl")
+    if not told[not finished]:
+        assert ("nothing to do" in make(folder, source)) is finished is (contents(folder) == before)
+        return
+    said = sentence(make, folder, source)
+    assert told[not finished] in said and contents(folder) == before
+    if change != "deleted":
+        assert said.endswith("choose another --data-dir, or make it anew with --overwrite")
+        make(folder, source, overwrite=True)
+        make(tmp_path / "anew", source)
+        assert contents(folder) == contents(tmp_path / "anew")
+
+
+def test_overwrite_replaces_shards_only_when_the_new_ones_come(unfinished, tmp_path):
+    folder, source = unfinished
+    make(folder, source, overwrite=True)  # what is unfinished and has not changed goes on
+    make(tmp_path / "whole", source)
+    assert contents(folder) == contents(tmp_path / "whole")
+    (tmp_path / "a.jsonl").write_text("{")
+    assert "line 1" in sentence(make, folder, source, overwrite=True, name="y")
+    assert contents(folder) == contents(tmp_path / "whole")
+    make(folder, tmp_path / "b.jsonl", overwrite=True, name="y")
+    assert sorted(contents(folder)) == ["manifest.json", "y_train_000001.npy", "y_val_000000.npy"]
+
+
+def test_files_of_a_batch_behind_its_first_count_as_read(tmp_path, here):
+    """A hundred small files are one batch: each is compared, not the first alone."""
+    for i in range(120):
+        (tmp_path / f"{i:03d}.txt").write_text(prose(1, seed=i)[0])
+    (tmp_path / "120.txt").write_bytes(b"\xff")
+    assert "120.txt" in sentence(make, tmp_path / "out", tmp_path / "*.txt")
+    (tmp_path / "120.txt").write_text("mended")
+    (tmp_path / "099.txt").write_text("another")
+    assert "099.txt has changed" in sentence(make, tmp_path / "out", tmp_path / "*.txt")
+
+
+def test_a_finished_folder_of_the_standard_library_outlives_an_update_of_python(
+    tmp_path, here, monkeypatch
+):
+    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "a.py").write_text(prose(9)[0])
+    make(tmp_path / "out", "stdlib")
+    (tmp_path / "lib" / "a.py").write_text("another version")
+    assert "nothing to do" in make(tmp_path / "out", "stdlib")
+
+
+def test_a_byte_order_mark_is_no_text_and_a_file_named_twice_is_read_once(tmp_path, here, capsys):
+    texts = prose(2)
+    marked = [tmp_path / "a.txt", write_jsonl(tmp_path / "b.jsonl", texts[1:])]
+    marked[0].write_text(texts[0])
+    for path in marked:
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    (tmp_path / "link.txt").symlink_to("a.txt")
+    sources = [*marked, marked[1], tmp_path / "*.txt"]
+    make(tmp_path / "out", *sources)
+    assert texts_in(tokens_in(tmp_path / "out")) == texts
+    told = capsys.readouterr().err
+    assert f"{marked[1]}: 1 named before; each is read once" in told
+    assert f"{tmp_path}/*.txt: 2 named before; each is read once" in told
+    assert "nothing to do" in make(tmp_path / "out", *sources)
+
+
+def test_a_data_set_below_a_sequence_of_every_preset_is_warned_of(tmp_path, here, capsys):
+    source = tmp_path / "a.txt"
+    for words, warned in ((1, True), (2500, True), (3500, False)):
+        source.write_text(" a" * words)
+        make(tmp_path / f"{words}", source, shard_size=10_000)
+        assert ("add text" in capsys.readouterr().err) is warned
+    assert min(preset.sequence_length for preset in PRESETS.values()) == fineweb.SHORTEST
+
+
+def test_training_refuses_unfinished_data_with_the_command_that_finishes_it(unfinished):
+    folder, _ = unfinished
+    told = sentence(find_shards, folder, "train")
+    command = shlex.split(told.partition(f"{folder} is not complete; to go on, type: ")[2])
+    assert command[:2] == ["python", "fineweb.py"]
+    assert call(*command[1:]).returncode == 0
+    assert find_shards(folder, "val") and read_manifest(folder)["cursor"] is None
+    (folder / "x_train_000003.npy").unlink()
+    assert sentence(find_shards, folder, "val") == told
+    assert "x_train_000003.npy is missing" in call(*command[1:]).stderr
+    assert call(*command[1:], "--overwrite").returncode == 0
+    assert find_shards(folder, "train")
 
 
 def test_a_finished_folder_is_left_alone_and_verified(tmp_path, here):
@@ -811,12 +941,14 @@ def test_a_finished_folder_is_left_alone_and_verified(tmp_path, here):
     assert "nothing to do" in make(folder, source, verify=True)  # it does not shape the shards
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     told = sentence(make, folder, source, shard_size=501, max_tokens=7)
-    assert "--shard-size 500, not 501; --max-tokens 0, not 7" in told
+    assert "--shard-size was 500, not 501; --max-tokens was 0, not 7 (2 in all);" in told
     assert "are as they were written" in fineweb.verify_shards(folder)
     shard = folder / "x_train_000002.npy"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "damaged: x_train_000002.npy;" in sentence(fineweb.verify_shards, folder)
+    assert "damaged: x_train_000002.npy; --over" in sentence(fineweb.verify_shards, folder)
+    make(folder, source, overwrite=True)
+    assert shard.read_bytes() == data
     shard.unlink()
     assert "damaged: x_train_000002.npy;" in sentence(fineweb.verify_shards, folder)
     assert "x_train_000002.npy is missing" in sentence(make, folder, source)
