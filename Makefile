@@ -53,7 +53,8 @@ bench: setup
 	@$(PY) bench.py
 
 # What only a GPU can show, without a network. Logs, tables and plots are left in benchmarks/DEVICE;
-# a command that fails does not stop the next. At the end a run is killed and resumed: the same bits?
+# a command that fails does not stop the next, and one that is out of time keeps the rows that it has.
+# At the end a run is killed and resumed: the same bits?
 gpu: PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 gpu: SHORT := --data-dir data/stdlib --max-steps 20 --warmup-steps 5 --val-every 20 --val-tokens 262144 --hellaswag-every 0 --sample-every 0 --checkpoint-every 10
 gpu: EXAMPLES := $(firstword $(wildcard hellaswag/hellaswag_val.jsonl ../shared/data/hellaswag_val_1000.jsonl))
@@ -65,8 +66,9 @@ gpu:
 	bench() { name=$$1; shift; run $$name $(PY) bench.py --out $$out/$$name "$$@"; }; \
 	rm -rf log/gpu; mkdir -p $$out log/gpu; \
 	run tests $(PY) -m pytest -p no:cacheprovider tests/test_cuda.py; \
-	bench ladder; bench against --against hf; bench sweep --sweep batch; bench generate --generate; bench scaling --scaling; \
+	bench sweep --sweep batch; bench ladder; \
 	bench hellaswag --hellaswag --examples 200 --hellaswag-path="$(EXAMPLES)"; \
+	bench against --against hf; bench generate --generate; bench scaling --scaling; \
 	run data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
 	run training $(PY) train_gpt2.py $(SHORT) --log-dir log/gpu/free; cp log/gpu/free/loss.png $$out/training.png; \
 	run whole $(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/whole; \

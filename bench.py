@@ -168,19 +168,19 @@ def compare_transformers(m: Machine) -> Iterator[dict]:
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
-    """Micro-batches of 1, 2, 4, … until memory ends.
+    """Micro-batches of 1, 2, 4, … as far as memory goes.
 
-    On a CPU the sweep ends earlier: there the system kills processes instead of raising an error.
+    On a GPU the largest comes first: those matter if time ends before the sweep. On a CPU the sweep
+    ends before memory does: there the system kills processes instead of raising an error.
     """
     free = free_memory(m.device) or 4e9  # a system that does not say has 4 GB
     free_gb = free / 1e9 if m.on_cpu else math.inf
-    B = 1
-    needed_gb = 0.0
-    while B <= m.config.max_batch and needed_gb < free_gb:
+    sizes = [2**i for i in range(m.config.max_batch.bit_length())]
+    for B in reversed(sizes) if m.on_gpu else sizes:
         [row] = m.measure([m.step(f"B {B}", B=B)])
         yield row
-        B *= 2
-        needed_gb = 2 * row.get("memory_gb", math.inf)
+        if not m.on_gpu and 2 * row.get("memory_gb", math.inf) >= free_gb:
+            return
 
 
 def scale_processes(m: Machine) -> Iterator[dict]:
@@ -244,14 +244,13 @@ BENCHMARKS = {  # flag: what it runs, and the title of its picture
 
 
 def run_benchmarks(config: BenchConfig) -> dict:
-    """Runs the comparisons that are asked for. After each row, OUT.json has all rows so far."""
+    """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far."""
     m = Machine(config)
     result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size)
     result["command"] = f"python bench.py {shlex.join(sys.argv[1:])}".strip()
     result["why"] = m.why
     result["peak"] = (m.peak, m.peak_source)
     result["benchmarks"] = {}
-    out = Path(f"{config.out}.json")
     asked = [name for name in BENCHMARKS if getattr(config, name, False)]
     for name in asked or ["ladder"]:
         rows: list[dict] = []
@@ -259,7 +258,9 @@ def run_benchmarks(config: BenchConfig) -> dict:
         compare, _ = BENCHMARKS[name]
         for row in compare(m):
             rows.append(row)
-            write_whole(out, json.dumps(result, indent=1, default=str).encode())
+            record = json.dumps(result, indent=1, default=str)
+            write_whole(Path(f"{config.out}.json"), record.encode())
+            save_picture(plot_benchmarks(result), Path(f"{config.out}.png"))
     return result
 
 
@@ -286,7 +287,7 @@ first loss: models of one kind and micro-batch begin with the same weights and t
 
 
 def print_report(result: dict, out: str) -> None:
-    """Prints a table for each comparison, and draws OUT.png."""
+    """Prints a table for each comparison."""
     peak, source = result["peak"]
     device = result["device"]
     print(f"\n{describe_size(result)}, {device['threads']} CPU threads, revision {result['git']}")
@@ -294,7 +295,6 @@ def print_report(result: dict, out: str) -> None:
     print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
     for name, found in result["benchmarks"].items():
         print(f"\n{name}\n{format_table(found['rows'])}")
-    save_picture(plot_benchmarks(result), Path(f"{out}.png"))
     print(f"\nplot: {out}.png")
 
 

@@ -196,10 +196,12 @@ def train(
 ) -> subprocess.CompletedProcess | Done:
     """Runs train_gpt2.py in forks of a warm process: one, or two as torchrun starts them.
 
-    With more ranks, or with variables of the environment, it starts as a user starts it.
+    With more ranks, or with variables of the environment, it starts as a user starts it. So it does
+    on a GPU: the warm process imports inductor, which asks whether CUDA is there, and after that
+    question no fork can use CUDA.
     """
     args = tiny_run(shards, log_dir, flags, *more)
-    if how or ranks > 2:
+    if how or ranks > 2 or "--device cuda" in flags:
         return run_script("train_gpt2.py", *args, ranks=ranks, expect=expect, **how)
     as_torchrun = two_ranks() if ranks == 2 else {}
     done = warm_server().run("train_gpt2.py", *args, **as_torchrun)

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 
 import pytest
 import torch
@@ -164,6 +165,13 @@ def test_a_sweep_ends_at_once_where_no_memory_is_free(machine, monkeypatch):
         assert len(list(bench.sweep_batch_sizes(m))) == sizes
 
 
+def test_on_a_gpu_a_sweep_begins_with_the_largest_and_goes_on_after_one_that_does_not_fit(machine):
+    m = machine(max_batch=10)
+    m.on_cpu, m.on_gpu = False, True
+    m.measure = lambda compared: [dict(name=compared[0].name, error="out of memory")]
+    assert [row["name"] for row in bench.sweep_batch_sizes(m)] == ["B 8", "B 4", "B 2", "B 1"]
+
+
 def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
     rows = fake_rows("a", "b", "c")
     # the machine slows down by 1% a turn, not by all it did before
@@ -203,6 +211,21 @@ def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_
     assert not bench.plot_benchmarks(result).get_supxlabel(), "there are no grey bars to explain"
     read = plan.read_mfu(str(tmp_path / "here.json"), gpu=result["device"]["name"])
     assert read[0] == row["MFU"] > 0 and (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_picture(
+    machine, monkeypatch, tmp_path
+):
+    def end_early(m):
+        yield dict(name="a", unit="tokens/s", median=1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(bench.BENCHMARKS, "ladder", (end_early, "a test"))
+    with pytest.raises(KeyboardInterrupt):
+        bench.run_benchmarks(replace(machine().config, out=str(tmp_path / "here")))
+    result = json.loads((tmp_path / "here.json").read_text())
+    assert [row["name"] for row in result["benchmarks"]["ladder"]["rows"]] == ["a"]
+    assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.parametrize(

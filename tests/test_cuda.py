@@ -59,11 +59,20 @@ def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dt
         assert (rounded - exact).norm() < 0.05 * exact.norm()
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(shards, tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "sharding, ranks",
+    [("ddp", 1), *(pytest.param(each, 2, marks=several) for each in ("ddp", "zero1", "fsdp"))],
+)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
+    shards, tmp_path, sharding, ranks, optimizer
+):
     flags = f"{AS_ON_A_GPU} --deterministic --checkpoint-every 3"
-    train(shards, tmp_path / "whole", flags)
+    flags += f" --sharding {sharding} --optimizer {optimizer}"
+    train(shards, tmp_path / "whole", flags, ranks=ranks)
     checkpoint = tmp_path / "whole" / "ckpt_000003"
-    train(shards, tmp_path / "again", f"{flags} --resume {shlex.quote(str(checkpoint))}")
+    resume = f"--resume {shlex.quote(str(checkpoint))}"
+    train(shards, tmp_path / "again", f"{flags} {resume}", ranks=ranks)
     again = [record["loss"] for record in read_records(tmp_path / "again", "train")]
     assert again == losses(tmp_path / "whole")[3:]
     last = [weights_hash(tmp_path / run / "ckpt_000006") for run in ("whole", "again")]
@@ -104,8 +113,7 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
     compile_blocks(raw, recompute=False)
     config = TrainConfig(sequence_length=1024, total_batch_size=64 * 1024)
     assert not runs_out_of_memory(raw, config, 64, world, torch.bfloat16), "on 16 GB or more"
-    needed = torch.cuda.max_memory_reserved()
-    limit = 0.8 * needed
+    limit = 0.8 * torch.cuda.max_memory_allocated()  # reserved has holes: 64 might still fit
     memory_limit(limit)
     size = fit_batch_size(raw, config, world, torch.bfloat16)
     assert 1 <= size < 64

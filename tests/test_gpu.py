@@ -3,6 +3,7 @@
 import shlex
 import subprocess
 
+import conftest
 import pytest
 import tyro
 from conftest import ROOT
@@ -37,10 +38,17 @@ def asked(done) -> list[list[str]]:
 
 def test_a_command_that_fails_leaves_its_log_and_does_not_stop_the_next(done):
     scripts = [command[0] for command in asked(done)]
+    assert "--sweep" in asked(done)[1], "after the tests comes what matters most, should time end"
     assert scripts.count("bench.py") == 6 and scripts.count("train_gpt2.py") == 4
     logs = list(done.glob("benchmarks/A-GPU/*.log"))
     assert len(logs) == len(scripts) + 2  # and the two comparisons of the runs
     assert "FAILED with 3" in (done / "benchmarks/A-GPU/ladder.log").read_text()
+
+
+def test_a_run_on_a_gpu_is_no_fork_of_the_warm_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(conftest, "warm_server", lambda: pytest.fail("a fork cannot use CUDA"))
+    monkeypatch.setattr(conftest, "run_script", lambda script, *args, **_: [script, *args])
+    assert "cuda" in conftest.train(tmp_path, tmp_path, "--device cuda --compile")
 
 
 def test_every_command_has_flags_that_the_scripts_take(done):
