@@ -132,7 +132,8 @@ def clip_gradients(model: torch.nn.Module, largest: float, world: World) -> torc
     rows = [torch.linalg.vector_norm(grad, dim=-1) for grad in grads]
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(r) for r in rows]))
     if world.divides:
-        norm = world.sum_of_shards(norm.square()).sqrt()
+        copies = world.size / world.shards
+        norm = (world.sum(norm.square()) / copies).sqrt()
     torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm
 
@@ -576,7 +577,7 @@ def explain_nan(run: Run, what: str) -> str:
         again = f"--resume {shlex.quote(str(last or 'none'))} --overwrite"
     find = 'python -c "import train_gpt2; train_gpt2.find_nan()"'
     return (
-        f"step {run.progress.step}: {what}; last good checkpoint: {last or 'none yet'}. "
+        f"step {run.progress.step}: {what}; last checkpoint: {last or 'none yet'}. "
         f"To find the operation: {find} {shlex.join(sys.argv[1:])} --no-compile {again}. "
         f"To go on: {again} with a lower --learning-rate or --dtype float32."
     )
@@ -694,8 +695,8 @@ MEANINGS["val_tokens"] = " (validation losses do not compare with those before)"
 def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
     """If torchrun restarted the processes: goes on with the run that they had begun, if they had.
 
-    The last start in metrics.jsonl is the mark of a begun run: by then it has no older checkpoints.
-    Rank 0 decides, because a shared disk may show two nodes two states.
+    A run has begun when its start is in metrics.jsonl. Older checkpoints are out of the way before
+    that. Rank 0 decides, because a shared disk may show two nodes two states.
     """
     agents = world.agents()
     metrics = Path(config.log_dir) / "metrics.jsonl"
@@ -733,13 +734,14 @@ def find_checkpoint(config: TrainConfig, world: World, log: Log) -> checkpoint.F
     then = found.state.get("machine", here)  # version 2 kept none
     moved = [f"{name} {then[name]} -> {here[name]}" for name in here if then[name] != here[name]]
     if moved:
-        log.say(f"  equal to the uninterrupted run only to rounding: {', '.join(moved)}")
+        log.say(f"  so the uninterrupted run may have other bits: {', '.join(moved)}")
     return found
 
 
 def describe_machine(world: World) -> dict:
-    """What else decides the last bits of a loss, besides code and settings."""
+    """What else decides the last bits of a loss, besides the settings."""
     return {
+        "code": report.revision(),
         "device": device_name(world.device),
         "processes": world.size,
         "threads": torch.get_num_threads() if world.device.type == "cpu" else "any",
@@ -832,15 +834,22 @@ def clear_the_way(config: TrainConfig, found: checkpoint.Found | None, step: int
             checkpoint.remove(path)
         elif not own or checkpoint.step_of(path) > step:
             checkpoint.set_aside(path, "abandoned")
+    if not own:
+        for name in ("loss.png", "report.md"):
+            Path(config.log_dir, name).unlink(missing_ok=True)
 
 
 def start_logs(run: Run, found: checkpoint.Found | None) -> None:
     """Begins the logs, or goes on with those of the checkpoint's run."""
+    step = run.progress.step
     about = report.describe_run(run.config, run.world, run.dtype, run.train_loader.B)
     about |= {"model": dataclasses.asdict(run.raw.config), "parameters": run.raw.num_params()}
+    if run.world.is_main:
+        run.log.open_tracker(about, step)  # if it fails, the old run is still there
+        clear_the_way(run.config, found, step)
     if found:
         ours = is_own(run.config, found)
-        run.log.resume(run.progress.step, run.progress.evaluated, about, ours=ours)
+        run.log.resume(step, run.progress.evaluated, about, ours=ours)
     else:
         run.log.start(about)
 
@@ -861,8 +870,6 @@ def train(config: TrainConfig, world: World) -> None:
     run: Run | None = None
     try:
         run = Run(config, world, log, found)
-        if world.is_main:
-            clear_the_way(config, found, run.progress.step)
         start_logs(run, found)
         loop(run)
         finish(run)

@@ -71,7 +71,9 @@ def save(
     """
     final = path_of(log_dir, state["step"])
     weights: dict = get_model_state_dict(model, options=FULL)
-    moments: dict = get_optimizer_state_dict(model, optimizers, options=FULL)
+    moments: dict = {"state": {}}
+    if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
+        moments = get_optimizer_state_dict(model, optimizers, options=FULL)
     with world.together():
         if world.is_main:
             sweep(final.parent)
@@ -103,7 +105,7 @@ def refuse_full_disk(weights: dict, moments: dict, final: Path) -> None:
     tensors = list({w.data_ptr(): w for w in weights.values()}.values())  # a tied one once
     for values in moments["state"].values():
         tensors += values.values()
-    need = sum(x.nbytes for x in tensors)
+    need = sum(x.nbytes for x in tensors) + 2**22  # the tokenizer and the like
     final.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(final.parent).free
     if need > free:
@@ -212,6 +214,8 @@ def load_optimizers(model, optimizers: list, moments: dict) -> None:
 
     Their options (weight decay, betas, fused) stay as they are: flags and device decide.
     """
+    if not moments["state"]:  # every update so far was skipped
+        return
     whole = resize_embedding(moments, model.transformer.wte.weight.size(0))
     own = [group for optimizer in optimizers for group in optimizer.param_groups]
     whole["param_groups"] = [

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,8 @@ class World:
     device: auto (a GPU if there is one, else the CPU), cuda, mps or cpu. sharding: what the
     processes divide besides the batch: nothing (ddp), or weights, gradients and the optimizer's
     state. fsdp gathers the weights of a block when its turn comes, and sums its gradients in each
-    micro-step. zero1 does both once per update: it has ddp's traffic, and saves only the moments.
+    micro-step. zero1 gathers all weights in an update's first forward pass, and sums gradients in
+    its last backward pass: it has ddp's traffic, and in between it divides the moments alone.
     On several nodes, the processes of each node divide one copy: sums alone cross the network.
     Use it as a context manager: it leaves the process group at the end, so that no rank hangs or
     complains at exit. Raises UserError for a device that is not there.
@@ -120,19 +122,20 @@ class World:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        shape = (self.size // self.shards, self.shards)
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=("copies", "shards"))
-        self.shard_group = mesh.get_group("shards")
+        copies = self.size // self.shards
+        shape = (copies, self.shards) if copies > 1 else (self.shards,)
+        names = ("copies", "shards")[-len(shape) :]
+        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
         for part in parts_of(model):
-            fully_shard(part, mesh=mesh if shape[0] > 1 else mesh["shards"])
+            fully_shard(part, mesh=mesh)
         # the first forward finishes the set-up, and must be of the whole model
         x = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         with torch.no_grad():
             model(x, x)
-        self.divide(model)
+        self.keep_own_part(model)
         _muon._zeropower_via_newtonschulz = orthogonalize
 
-    def divide(self, model) -> None:
+    def keep_own_part(self, model) -> None:
         """Leaves each process its part of the weights. fsdp gathers a block only for its turn."""
         for part in parts_of(model):
             for_its_turn = self.sharding == "fsdp" and part is not model
@@ -154,7 +157,7 @@ class World:
         return wrapped
 
     def sync_gradients(self, model, on: bool) -> None:
-        """Sets whether the next backward pass averages the gradients: in an update's last one.
+        """Sets whether the next backward pass is an update's last, and averages the gradients.
 
         Call it before the forward, where DDP decides it. fsdp divides them in every micro-step: to
         wait for the last one, each process would have to hold all gradients whole. Only the sum
@@ -164,14 +167,9 @@ class World:
             model.require_backward_grad_sync = on
         elif self.sharding == "zero1":
             model.set_requires_gradient_sync(on)
-            model.set_reshard_after_backward(on)  # else the next forward would see old weights
+            model.set_reshard_after_backward(on)  # the next update gathers its new weights
         elif self.sharding == "fsdp":
             model.set_requires_all_reduce(on)
-
-    def sum_of_shards(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over the processes that divide one copy of the model."""
-        dist.all_reduce(x, group=self.shard_group)
-        return x
 
     @contextmanager
     def whole(self, model):
@@ -187,7 +185,7 @@ class World:
             yield
         finally:
             if self.divides:
-                self.divide(model)
+                self.keep_own_part(model)
 
     # -- what the processes tell each other
 
@@ -248,12 +246,13 @@ def parts_of(model) -> list:
 def orthogonalize(update, *options, plain=_muon._zeropower_via_newtonschulz):
     """What Muon does to a matrix, here of a matrix that the processes may divide.
 
-    It gathers the matrix once. Products of divided matrices would need a collective in each of the
-    five iterations, and round otherwise than one process does.
+    It gathers the matrix once, in the bfloat16 in which Muon computes. Products of divided matrices
+    would need a collective in each of the five iterations, and round otherwise than one process.
     """
     if not isinstance(update, DTensor):
         return plain(update, *options)
-    whole = plain(update.full_tensor(), *options)
+    half: Any = update.bfloat16()
+    whole = plain(half.full_tensor(), *options)
     return distribute_tensor(whole, update.device_mesh, update.placements, src_data_rank=None)
 
 

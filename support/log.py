@@ -34,7 +34,7 @@ class Log:
     def start(self, run: dict) -> None:
         """Begins a new run. `run` becomes the first line of metrics.jsonl."""
         if self.is_main:
-            self.begin([{"type": "run", **run}], run, 0)
+            self.begin([{"type": "run", **run}])
 
     def resume(self, step: int, evaluated: bool, run: dict, ours: bool = True) -> None:
         """Cuts both files back to a checkpoint's step, so that no step appears twice.
@@ -53,15 +53,17 @@ class Log:
         done = step if evaluated else step - 1
         last = {"train": step - 1, "end": step - 1, "val": done, "hella": done, "samples": done}
         kept = [r for r in records if r.get("step", 0) <= last.get(r["type"], step)]
-        self.begin([*kept, {"type": "resume", "step": step, **run}], run, step)
+        self.begin([*kept, {"type": "resume", "step": step, **run}])
 
-    def begin(self, records: list[dict], run: dict, step: int) -> None:
-        """Replaces both files and opens the tracker."""
+    def open_tracker(self, run: dict, step: int) -> None:
+        self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
+
+    def begin(self, records: list[dict]) -> None:
+        """Replaces both files."""
         with writing(self.dir):
             self.dir.mkdir(parents=True, exist_ok=True)
             write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
             write_whole(self.text, "".join(map(line_of, records)).encode())
-        self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
 
     def record(self, step: int, type: str, **values) -> None:
         """Adds a line to metrics.jsonl. log.txt gets the losses and the HellaSwag score."""

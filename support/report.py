@@ -41,17 +41,21 @@ def command_to_resume() -> str:
     return command() if given[-1:] == ["auto"] else command("--resume", "auto")
 
 
+def revision() -> str:
+    """The commit of this code, marked if it was changed since; empty without git."""
+    if not shutil.which("git"):
+        return ""
+    asked = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent.parent
+    return subprocess.run(asked, capture_output=True, text=True, cwd=here).stdout.strip()
+
+
 def describe_run(config, world, dtype: torch.dtype, batch_size: int) -> dict:
     """The first line of metrics.jsonl, so that every number can be traced."""
-    git = ""
-    if shutil.which("git"):
-        asked = ["git", "describe", "--always", "--dirty"]
-        here = Path(__file__).parent.parent
-        git = subprocess.run(asked, capture_output=True, text=True, cwd=here).stdout.strip()
     return {
         "config": dataclasses.asdict(config),
         "command": command(),
-        "git": git,
+        "git": revision(),
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "device": {
             "type": world.device.type,

@@ -91,6 +91,7 @@ def refuse_unfinished(data_dir: Path) -> None:
         manifest = json.loads((data_dir / "manifest.json").read_bytes())
         paths = [data_dir / shard["name"] for shard in manifest["shards"]]
         options = manifest["options"] | {"data_dir": str(data_dir)}
+        options["overwrite"] = not manifest["cursor"]  # its shards were all there once
         if not manifest["cursor"] and all(path.exists() for path in paths):
             return
     except (OSError, ValueError, KeyError, TypeError):

@@ -160,8 +160,8 @@ def find_changes(sources: list[str], read: dict[str, list], all_read: bool) -> l
     """
     now = {os.path.realpath(path): path for source in sources for path in find_paths(source)}
     then = {os.path.realpath(path): path for path in read}
-    first = list(now)[: None if all_read else len(then)]
     same = [then[key] for key in then if key in now]
+    first = list(now)[: None if all_read else len(same)]
     changes = [f"{p} has changed" for p in same if make_stamp(p, read[p])[2] != read[p][2]]
     changes += [f"{now[key]} is new" for key in first if key not in then]
     changes += [f"{then[key]} is gone" for key in then if key not in now]

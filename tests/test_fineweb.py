@@ -36,7 +36,7 @@ from support import common, text
 from support.common import UserError
 from support.decontaminate import Benchmark, cut_out
 from support.shards import find_shards
-from support.text import find_sources, read_batches
+from support.text import find_changes, find_sources, make_stamp, read_batches
 from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
 
 ROOT = Path(__file__).parent.parent
@@ -832,6 +832,15 @@ CHANGES = {  # of a.jsonl; what a finished folder tells then, and what an unfini
 }
 
 
+def test_a_file_that_was_not_read_yet_is_not_new(tmp_path):
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    read = {str(tmp_path / name): make_stamp(str(tmp_path / name)) for name in "ab"}
+    (tmp_path / "a").unlink()
+    changes = find_changes([f"{tmp_path}/*"], read, all_read=False)
+    assert changes == [f"{tmp_path}/a is gone"]
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("finished", [True, False])
 def test_sources_that_changed_since_are_named_and_overwrite_makes_the_shards_anew(
@@ -922,7 +931,7 @@ def test_training_refuses_unfinished_data_with_the_command_that_finishes_it(unfi
     assert call(*command[1:]).returncode == 0
     assert find_shards(folder, "val") and read_manifest(folder)["cursor"] is None
     (folder / "x_train_000003.npy").unlink()
-    assert sentence(find_shards, folder, "val") == told
+    assert sentence(find_shards, folder, "val") == f"{told} --overwrite"
     assert "x_train_000003.npy is missing" in call(*command[1:]).stderr
     assert call(*command[1:], "--overwrite").returncode == 0
     assert find_shards(folder, "train")

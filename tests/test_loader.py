@@ -237,6 +237,7 @@ def llm_c_header(magic: int, num_tokens: int) -> bytes:
 
 UNFINISHED = b"""{"options": {"source": ["a b.txt", "c.txt"], "max_tokens": 0, "shard_size": 9,
     "decontaminate": true}, "shards": [], "cursor": {"file": 0}}"""
+GAPS = b"""{"options": {"source": "c.txt"}, "shards": [{"name": "x"}], "cursor": null}"""
 FLAGS = "--source 'a b.txt' c.txt --shard-size 9 --decontaminate --data-dir /"
 
 
@@ -244,6 +245,7 @@ FLAGS = "--source 'a b.txt' c.txt --shard-size 9 --decontaminate --data-dir /"
     "name, content, words",
     [
         ("manifest.json", UNFINISHED, f"is not complete.*python fineweb.py {FLAGS}"),
+        ("manifest.json", GAPS, "is not complete.*fineweb.py --source c.txt .*--overwrite"),
         ("manifest.json", b'{"name": "of another program"}', "no train shards"),
         ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "make it again"),
         ("x_train_000000.npy", b"", "make it again"),

@@ -22,6 +22,7 @@ from warm import Warm, two_ranks
 
 from support import checkpoint
 from support.log import read_metrics
+from support.report import revision
 
 RECORD = ROOT / "benchmarks" / "torture.json"
 KINDS = {  # name: flags, processes
@@ -113,7 +114,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     until = time.time() + 60 * parser.parse_args().minutes
-    record = json.loads(RECORD.read_text()) if RECORD.exists() else {"kills": {}, "runs": {}}
+    record = json.loads(RECORD.read_text())
+    here = revision().removesuffix("-dirty")  # the record itself may have changed
+    if record["revision"] != here:  # other code has proved nothing about this one
+        record = {"revision": here, "kills": {}, "runs": {}}
     with Warm() as warm:
         while time.time() < until:
             seed = sum(record["runs"].values())

@@ -63,6 +63,7 @@ from train_gpt2 import (
     main,
     prepare_device,
     report_step,
+    start_logs,
     train_step,
     validate,
 )
@@ -681,7 +682,9 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     )
     monkeypatch.setitem(sys.modules, name, service)
     log = Log(str(tmp_path), True, name)
-    log.start({"config": {"n_layer": 12, "seed": 1}, "model": {"n_layer": 2}})
+    about = {"config": {"n_layer": 12, "seed": 1}, "model": {"n_layer": 2}}
+    log.open_tracker(about, 0)
+    log.start(about)
     log.record(3, "train", loss=4.5, lr=0.1)
     log.record(5, "samples", prompt="a", samples=["ab", "ac"])
     log.close()
@@ -691,6 +694,35 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
         (5, {"samples/prompt": "a", "samples/samples": "ab\n\n---\n\nac"}),
         "finish",
     ]
+
+
+def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
+    run_dir, tiny, monkeypatch
+):
+    def fail(_about, _step):
+        raise ConnectionError
+
+    config = TrainConfig(log_dir=str(run_dir), overwrite=True)
+    run = Mock(config=config, raw=Mock(config=tiny.config))
+    run.log.open_tracker = fail
+    monkeypatch.setattr("support.report.describe_run", lambda *_: {})
+    with pytest.raises(ConnectionError):
+        start_logs(run, None)
+    assert len(checkpoint.checkpoints(run_dir)) == 3
+    run.log.open_tracker = Mock()
+    start_logs(run, None)
+    assert not checkpoint.checkpoints(run_dir)
+    assert not (run_dir / "report.md").exists(), "it was about the old run"
+
+
+def test_a_checkpoint_before_the_first_update_that_counts_makes_no_step(tiny, tmp_path):
+    """float16 skips updates that overflow. PyTorch would step to have a state to save."""
+    optimizers = tiny.configure_optimizers()
+    with World("cpu") as world:
+        saved = dict(model=tiny, optimizers=optimizers, state={"step": 1}, world=world)
+        path = checkpoint.save(tmp_path, **saved)
+    checkpoint.load_optimizers(tiny, optimizers, checkpoint.load_state(path)["optimizer"])
+    assert not optimizers[0].state
 
 
 def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
