@@ -381,11 +381,7 @@ def save_shard(
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})
     manifest["tokens"] += count
     manifest["counts"] = cursor.counts
-    manifest["cursor"] = {
-        "file": cursor.file,
-        "text": cursor.text,
-        "token": cursor.token,
-    }
+    manifest["cursor"] = {key: getattr(cursor, key) for key in ("file", "text", "token")}
     manifest.get("files", {}).update(read)
     write_manifest(folder, manifest)
 

@@ -133,6 +133,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx = []
         dw = torch.zeros_like(weight, dtype=sum_dtype) if with_grad else None
         x_chunks = x.to(matmul_dtype).split(chunk)
+        scale = keep_in_range(matmul_dtype, min(chunk, len(x)), x)
         y_chunks = targets[:, None].split(chunk)
         for x_chunk, y in zip(x_chunks, y_chunks, strict=True):
             counted = y >= 0  # (rows, 1)
@@ -145,33 +146,31 @@ class LinearCrossEntropy(torch.autograd.Function):
                 # into zeros in float16.
                 dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
                 dx.append(dlogits @ w * counted)
-                dw += sum_of_products(dlogits, x_chunk * counted)
+                dw += dlogits.t() @ (x_chunk * counted * scale)
         n = (targets >= 0).sum()
         if with_grad:
-            ctx.save_for_backward(torch.cat(dx), dw, n)
+            ctx.save_for_backward(torch.cat(dx), dw, n, n * scale)
             ctx.dtypes = x.dtype, weight.dtype
         return loss_sum / n
 
     @staticmethod
     def backward(ctx, grad):
-        dx, dw, n = ctx.saved_tensors
+        dx, dw, n, n_scaled = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
-        return dx.to(x_dtype) * (grad / n), (dw * (grad / n)).to(weight_dtype), None, None, None
+        dx = dx.to(x_dtype) * (grad / n)
+        return dx, (dw * (grad / n_scaled)).to(weight_dtype), None, None, None
 
 
-def sum_of_products(dlogits, x):
-    """dlogitsᵀ x: dlogits (rows, V), between -1 and 1, and x (rows, C) -> (V, C).
+def keep_in_range(dtype, rows, x):
+    """A power of two by which to multiply x (N, C), so that dlogitsᵀ x over `rows` rows is finite.
 
-    float16 ends at 65504, and a sum over thousands of rows may be larger. GradScaler cannot prevent
-    that: it scales the loss, which comes after this sum. So we multiply x by a power of two that
-    keeps every sum in range, and divide the result by it in float32.
+    float16 ends at 65504, and a sum over thousands of rows may be larger; dlogits are between -1
+    and 1. GradScaler cannot prevent that: it scales the loss, which comes after this sum.
     """
-    if x.dtype != torch.float16:
-        return dlogits.t() @ x
-    largest_sum = len(x) * x.abs().amax().float()
-    room = torch.finfo(x.dtype).max / largest_sum
-    scale = room.log2().floor().clamp(max=0).exp2()
-    return (dlogits.t() @ (x * scale.to(x.dtype))).float() / scale
+    if dtype != torch.float16:
+        return 1
+    room = torch.finfo(dtype).max / (rows * x.abs().amax().float())
+    return room.log2().floor().clamp(max=0).exp2()
 
 
 class GPT(nn.Module):

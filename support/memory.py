@@ -87,7 +87,7 @@ def state_memory(shape, config, width: int, processes: int = 1) -> dict[str, int
         if config.sharding == "zero1":  # all is whole until the update's last backward pass
             copies += FLOAT32 * N
             gradients += FLOAT32 * N
-        else:  # the embeddings and two blocks are gathered; a block has a buffer
+        else:  # the embeddings, this block and the next; a block's gradient, and its buffer
             copies += FLOAT32 * (N - blocks + 4 * blocks // shape.n_layer)
     return {
         "weights": weights,
