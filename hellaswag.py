@@ -325,8 +325,8 @@ def score(
     batches = prepared.batches
     rank = world.rank if world else 0
     size = world.size if world else 1
-    # Every process runs the model equally often, because a sharded model gathers its weights from
-    # all of them. In the last round some repeat a batch for nothing.
+    # Every process takes equally many turns, because stop.check asks them all. A divided model also
+    # wants a call from each (World.whole). In the last round some repeat a batch for nothing.
     turns = range(rank, rank + len(batches), size)
     hidden = None if progress and rank == 0 else True  # None: shown where somebody watches
     found = []
