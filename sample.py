@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import tyro
 
-from config import out_of_range
+from config import out_of_range, typed
 from model import GPT
 from support import generation
 from support.common import UserError, run_script
@@ -126,8 +126,8 @@ def main() -> None:
         generator=torch.Generator(device).manual_seed(config.seed % 2**64),
         compile=config.compile,
     )
-    given = any(arg.partition("=")[0] == "--prompt" for arg in sys.argv)
-    if given or not (sys.stdin.isatty() and sys.stdout.isatty()):
+    asks = sys.stdin.isatty() and sys.stdout.isatty()
+    if "prompt" in typed(sys.argv[1:]) or not asks:
         print_samples(config, model, prompts, sampling)
         return
     print("Type a prompt and Enter. Ctrl-D ends.")

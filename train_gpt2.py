@@ -210,6 +210,7 @@ class Run:
         self.log = log
         self.stop = Stop(world)
         self.data = know_data(config, found, log)
+        self.machine = describe_machine(world)
         self.dtype, why = prepare_device(config, world, found)
         log.say(f"device: {world.device}, {dtype_name(self.dtype)} ({why})")
         self.raw = build_model(config, found, log)
@@ -631,7 +632,7 @@ def save_checkpoint(run: Run) -> None:
         **dataclasses.asdict(progress),
         "batch_size": run.train_loader.B,
         "data": run.data,
-        "machine": describe_machine(run.world),
+        "machine": run.machine,
         "dtype": dtype_name(run.dtype),
         "config": dataclasses.asdict(config),
         "model": dataclasses.asdict(run.raw.config),
