@@ -9,7 +9,14 @@ from typing import Any, Literal
 import tyro
 
 PresetName = Literal[
-    "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt3-125m", "gpt2-muon", "quickstart"
+    "gpt2",
+    "gpt2-medium",
+    "gpt2-large",
+    "gpt2-xl",
+    "gpt3-125m",
+    "gpt2-muon",
+    "quickstart",
+    "laptop",
 ]
 
 
@@ -129,6 +136,33 @@ PRESETS = {
         num_samples=2,
         checkpoint_every=200,
     ),
+    # one to two hours on two CPU cores, on the source of the packages that are installed
+    "laptop": TrainConfig(
+        "laptop",
+        data_dir="data/python",
+        log_dir="log/laptop",
+        n_layer=12,
+        n_head=6,
+        n_embd=192,
+        sequence_length=256,
+        batch_size=16,
+        total_batch_size=4096,
+        max_steps=2400,
+        warmup_steps=50,
+        learning_rate=6e-3,
+        min_lr_frac=0.0,
+        decay="linear",  # to zero: Bergsma et al. 2025
+        optimizer="muon",
+        val_every=200,
+        val_tokens=131072,
+        hellaswag_every=0,
+        sample_every=50,
+        sample_prompt="def count_words(path):",
+        sample_tokens=160,
+        num_samples=2,
+        checkpoint_every=400,
+        checkpoint_minutes=10,
+    ),
 }
 
 
@@ -204,7 +238,8 @@ def wrong_places(c: TrainConfig) -> list[str]:
             "add --resume auto to go on with it, --overwrite, or another --log-dir"
         )
     if not Path(c.data_dir).is_dir():
-        source = " --source stdlib" if c.data_dir == PRESETS["quickstart"].data_dir else ""
+        name = c.data_dir.removeprefix("data/")
+        source = f" --source {name}" if name in ("stdlib", "python") else ""
         problems.append(
             f"data_dir {c.data_dir!r} does not exist: "
             f"make it with python fineweb.py{source} --data-dir {c.data_dir}"

@@ -42,7 +42,8 @@ class Config:
     """Turns text into shards of GPT-2 tokens. The same command goes on after an interruption."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
-    # tinyshakespeare, stdlib, hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and
+    # tinyshakespeare, stdlib (Python's library), python (this and the installed packages),
+    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and
     # globs of .txt, .jsonl and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, data/NAME for other sources
@@ -123,7 +124,12 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar) -> Stream
 
 
 def pack(
-    stream: Stream, shard_size: int, val_tokens: int, index: int = 0, done: int = 0
+    stream: Stream,
+    shard_size: int,
+    val_tokens: int,
+    held_out: int = 0,
+    index: int = 0,
+    done: int = 0,
 ) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
     """Cuts the stream into shards: yields (index, tokens in parts, cursor).
 
@@ -141,7 +147,8 @@ def pack(
     missing = shard_size  # tokens, until the shard is full
     if index == 0:
         head = take_tokens(stream, 2 * shard_size)
-        missing = choose_val_tokens([tokens for _, tokens in head], shard_size, val_tokens)
+        first = [tokens for _, tokens in head]
+        missing = choose_val_tokens(first, shard_size, val_tokens, held_out)
         stream = itertools.chain(pop_all(head), stream)
     parts: list[np.ndarray] = []
     for cursor, tokens in stream:
@@ -175,24 +182,29 @@ def pop_all(head: deque) -> Iterator:
         yield head.popleft()
 
 
-def choose_val_tokens(head: list[np.ndarray], shard_size: int, val_tokens: int) -> int:
+def choose_val_tokens(
+    head: list[np.ndarray], shard_size: int, val_tokens: int, held_out: int = 0
+) -> int:
     """The number of tokens for validation. head: the tokens of two shards, or all if fewer.
 
-    It is `val_tokens`, or by default a whole shard, or 5% if two shards do not fill. If the next
-    document starts near, the tokens up to its start are added.
+    It is `val_tokens`, or by default the documents that the source holds out, a whole shard, or 5%
+    if two shards do not fill. If the next document starts near, the tokens up to its start are
+    added.
     """
     begins = np.cumsum([0, *map(len, head)])
     total = int(begins[-1])
+    starts = [at + np.flatnonzero(part == EOT) for at, part in zip(begins, head, strict=False)]
+    documents = np.concatenate(starts)
     if val_tokens:
         wanted = val_tokens
+    elif 0 < held_out < len(documents):
+        wanted = int(documents[held_out])
     elif total >= 2 * shard_size:
         wanted = shard_size
     else:
         wanted = max(1, total // 20)
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
-    starts = [at + np.flatnonzero(part == EOT) for at, part in zip(begins, head, strict=False)]
-    documents = np.concatenate(starts)
     near = documents[(documents >= wanted) & (documents <= min(2 * wanted, shard_size))]
     val = int(near[0]) if len(near) else wanted
     if (fewest := min(val, total - val)) <= SHORTEST:
@@ -345,6 +357,7 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
         stream,
         shard_size=config.shard_size,
         val_tokens=config.val_tokens,
+        held_out=sum(file.held_out for file in files),
         index=len(manifest["shards"]),
         done=start["token"],
     )

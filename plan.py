@@ -193,7 +193,7 @@ def print_table(args: list[str]) -> None:
     print(f"| `--preset` | {' | '.join(columns)} |")
     print("|---" * (1 + len(columns)) + "|")
     for name in PRESETS:
-        if name == "quickstart":  # it is for a CPU
+        if name in ("quickstart", "laptop"):  # they are for a CPU
             continue
         plans = []
         for gpus in ("1", "8"):

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ from support.distributed import Interrupted, Stop, World
 from support.log import Log, alone_in, read_metrics, starts_of
 from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
 from support.shards import find_shards, identify
-from support.tokenizer import check_vocabulary
+from support.tokenizer import check_vocabulary, token_sizes
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -151,7 +151,7 @@ def validate(
 
     The micro-batch and the number of processes do not change it.
     """
-    sequences = min(val_tokens // loader.T, loader.num_sequences)
+    sequences = val_sequences(loader, val_tokens)
     on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
     total = torch.zeros((), dtype=torch.float64, device=on)
     rounds = range(0, sequences, loader.B * world.size)
@@ -171,6 +171,30 @@ def validate(
             if stop is not None:
                 stop.check()
     return (world.sum(total) / sequences).item()
+
+
+def val_sequences(loader: DataLoaderLite, val_tokens: int) -> int:
+    return min(val_tokens // loader.T, loader.num_sequences)
+
+
+@lru_cache(maxsize=1)
+def bytes_per_token(loader: DataLoaderLite, sequences: int) -> float:
+    """The mean length of the first sequences' targets, in bytes of text."""
+    sizes = token_sizes()
+    return sum(sizes[loader.sequence(k)[1:]].mean().item() for k in range(sequences)) / sequences
+
+
+def describe_loss(val_loss: float, loader: DataLoaderLite, val_tokens: int) -> dict[str, float]:
+    """A validation loss in nats per token, also as perplexity and in bits per byte of text.
+
+    The latter compares models whatever their tokenizers.
+    """
+    num_bytes = bytes_per_token(loader, val_sequences(loader, val_tokens))
+    return {
+        "val_loss": val_loss,
+        "perplexity": math.exp(min(val_loss, 99)),
+        "bits_per_byte": val_loss / math.log(2) / num_bytes,
+    }
 
 
 # -- a run
@@ -361,7 +385,7 @@ def load_hellaswag(
 
 # -- evaluations
 
-VAL_LINE = "val loss {val_loss:.4f} | perplexity {perplexity:.2f}"
+VAL_LINE = "val loss {val_loss:.4f} | perplexity {perplexity:.2f} | bits/byte {bits_per_byte:.4f}"
 HELLASWAG_LINE = "HellaSwag {num_correct_norm}/{total} = {acc_norm:.4f}"
 
 
@@ -402,7 +426,7 @@ def evaluate_loss(run: Run) -> None:
     )
     if not math.isfinite(val_loss):
         raise UserError(explain_nan(run, f"the validation loss is {val_loss}"))
-    losses = {"val_loss": val_loss, "perplexity": math.exp(min(val_loss, 99))}
+    losses = describe_loss(val_loss, run.val_loader, config.val_tokens)
     run.log.say(f"step {step:5d} | {VAL_LINE.format(**losses)}")
     run.log.record(step, "val", **losses)
     progress.losses["validation loss"] = val_loss
@@ -913,7 +937,7 @@ def evaluate_only(config: TrainConfig, world: World) -> None:
         if config.val_every:
             loader = DataLoaderLite(config.data_dir, "val", B, config.sequence_length)
             val_loss = validate(raw, loader, config.val_tokens, world, dtype)
-            log.say(VAL_LINE.format(val_loss=val_loss, perplexity=math.exp(min(val_loss, 99))))
+            log.say(VAL_LINE.format(**describe_loss(val_loss, loader, config.val_tokens)))
         if examples:
             score = hellaswag.evaluate(
                 raw, examples, world.device, world=world, dtype=dtype, progress=True

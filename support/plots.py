@@ -317,9 +317,10 @@ def table_of_runs(runs: list[LoggedRun]):
 
 
 def show_samples(runs: list[LoggedRun]) -> None:
-    """Prints the first samples of each run, and its last."""
+    """Prints the first samples of each run, some after a fifth of it, and its last."""
     for run in runs:
         records = [record for record in run.records if record["type"] == "samples"]
-        for record in records[:: max(1, len(records) - 1)]:
+        chosen = {0, len(records) // 5, len(records) - 1}
+        for record in [records[i] for i in sorted(chosen) if records]:
             print(f"\n== {run.name}, step {record['step']:,}")
             print("\n--\n".join(record["samples"]))

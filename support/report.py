@@ -134,8 +134,10 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         found["memory"] = f"{last['memory'] / 1e9:.2f} GB at most, on one process"
         found["training loss"] = f"{statistics.fmean(losses):.4f}, mean of the last {len(losses)}"
     for record in of_type(records, "val")[-1:]:
-        perplexity = f"perplexity {record['perplexity']:.2f}"
-        found["validation loss"] = f"{record['val_loss']:.4f} ({perplexity})"
+        found["validation loss"] = f"{record['val_loss']:.4f} nats per token"
+        found["perplexity"] = f"{record['perplexity']:.2f}"
+        if "bits_per_byte" in record:  # older runs have none
+            found["bits per byte"] = f"{record['bits_per_byte']:.4f}"
     for record in of_type(records, "hella")[-1:]:
         found["HellaSwag"] = f"{record['hellaswag']:.4f} of {record['total']:,}; chance is 0.25"
     device = about["device"]

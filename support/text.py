@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from functools import cache, partial
+from importlib.metadata import distributions
+from pathlib import Path, PurePath
 
 from support.common import UserError, first_line, hash_file
+from support.decontaminate import Benchmark, cut_out
 
 HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "fineweb-edu-10B": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
@@ -34,6 +36,11 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
 CHAR_RNN = "https://raw.githubusercontent.com/karpathy/char-rnn/master"
 TINYSHAKESPEARE = f"{CHAR_RNN}/data/tinyshakespeare/input.txt"
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
+VENDORED = {"_vendor", "vendored", "extern", "externals", "third_party"}  # copies of other packages
+GENERATED = re.compile(r"auto-?(matically )?generated|generated (by|from)|do(n.t| not) edit", re.I)
+GENERATED_WITHIN = 1000  # characters: a module's head, where it says so
+HELD_OUT = "4"  # of requirements.txt that holds out eight packages, none of the largest
+PACKAGE_BYTES = 4_000_000  # at most of one package: torch and transformers would be half of all
 STRETCH = 2**20  # bytes of a text file that are read at a time
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
@@ -50,6 +57,7 @@ class File:
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
     stamp: list | None = None  # what it was when we began to read it
+    held_out: bool = False  # for validation: a source's first files, if it has any such
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -66,7 +74,9 @@ def find_sources(
             if name.startswith("hub:"):
                 found = list(find_on_hub(name, column, commits.get(source) or revision))
             elif source == "stdlib":
-                found = list(find_stdlib())
+                found = [File(name, partial(read_text, path, "")) for name, path in find_stdlib()]
+            elif source == "python":
+                found = list(find_python())
             elif source == "tinyshakespeare":
                 found = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE, column))]
             else:
@@ -92,22 +102,62 @@ def one_sentence(name: str) -> Iterator[None]:
         raise UserError(f"{name} cannot be read ({reason}); fix that to go on") from error
 
 
-def find_stdlib() -> Iterator[File]:
-    """Yields the modules of the running Python's standard library, without its tests.
+def find_stdlib() -> list[tuple[str, str]]:
+    """The names and paths of the modules of the running Python's library, without its tests.
 
     Their order looks random but is always the same: the first ones, for validation, are a sample.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest()):
-        path = root / name
-        if NOT_MODULES.isdisjoint(path.parts[len(root.parts) :]):
-            yield File(name, partial(read_text, str(path), ""))
+    paths = {path.relative_to(root): str(path) for path in root.rglob("*.py")}
+    return order_modules({n.as_posix(): p for n, p in paths.items() if is_module(n)})
+
+
+def is_module(name: PurePath) -> bool:
+    return name.suffix == ".py" and NOT_MODULES.isdisjoint(name.parts)
+
+
+def order_modules(paths: dict[str, str]) -> list[tuple[str, str]]:
+    return sorted(paths.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+
+
+def find_python() -> Iterator[File]:
+    """Yields the modules of the standard library and of the installed packages, without tests.
+
+    Vendored copies and generated files are left out. Whole packages are held out, and come first:
+    those with a SHA-256 of their name that begins with HELD_OUT. The others are read without any
+    text that those have too.
+    """
+    packages = {d.metadata["Name"]: d.files or [] for d in distributions()}
+    held_out: dict[str, str] = {}
+    others = dict(find_stdlib())
+    for package, files in packages.items():
+        names = [n for n in files if is_module(n) and VENDORED.isdisjoint(n.parts)]
+        modules = order_modules({n.as_posix(): str(n.locate()) for n in names})
+        held = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
+        room = PACKAGE_BYTES
+        for name, path in modules:
+            if is_written_by_hand(path) and os.path.getsize(path) <= room:
+                room -= os.path.getsize(path)
+                (held_out if held else others)[name] = path
+    benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
+    for name, path in order_modules(held_out):
+        yield File(name, partial(read_text, path, ""), held_out=True)
+    for name, path in order_modules(others):
+        yield File(name, partial(read_without, path, benchmark))
+
+
+def is_written_by_hand(path: str) -> bool:
+    """Whether a module is there, in UTF-8, not empty, and does not say that it was generated."""
+    try:
+        text = Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(text) and not GENERATED.search(text[:GENERATED_WITHIN])
 
 
 def find_paths(source: str) -> list[str]:
     """The files of a path or a glob, in the order in which they are read. Other sources: none."""
-    if source in (*HUB, "stdlib", "tinyshakespeare") or source.startswith("hub:"):
+    if source in (*HUB, "stdlib", "python", "tinyshakespeare") or source.startswith("hub:"):
         return []
     return [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
 
@@ -209,6 +259,14 @@ def read_text(path: str, column: str) -> Iterator[Text]:
                 yield text[: stretch.end()], starts
                 text = text[stretch.end() :]
                 starts = False
+
+
+def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:
+    """Yields the pieces of a text file that are left without what the benchmark has too."""
+    text = "".join(stretch for stretch, _ in read_text(path, ""))
+    spans, _ = cut_out(text, benchmark().find(text))
+    for start, end in spans:
+        yield text[start:end], True
 
 
 def read_jsonl(path: str, column: str) -> Iterator[Text]:

@@ -237,7 +237,7 @@ def test_only_a_rent_that_is_known_makes_a_cost_and_no_run_is_free(flags, time, 
 
 def test_the_readmes_table_is_what_the_program_prints(monkeypatch, capsys):
     table = run_main(monkeypatch, capsys, "--table")
-    assert len(table.splitlines()) == 2 + len(PRESETS) - 1, "not the quickstart, for a CPU"
+    assert len(table.splitlines()) == 2 + len(PRESETS) - 2, "not the two for a CPU"
     assert table in (ROOT / "README.md").read_text()
 
 

@@ -35,7 +35,9 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
     for step in range(steps + 1):
         loss = 3.3 + 7 * math.exp(-step / 10)
         if step % 20 == 0:
-            log.record(step, "val", val_loss=loss, perplexity=math.exp(loss))
+            log.record(
+                step, "val", val_loss=loss, perplexity=math.exp(loss), bits_per_byte=loss / 3
+            )
             if hella:
                 log.record(step, "hella", hellaswag=0.25 + step / 2000, total=total)
             if step:
@@ -253,7 +255,9 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         "| time | 1:00:00 ",
         "| speed | 1,000 tokens/s",
         "| MFU | 25.0%",
-        "| validation loss | 3.3174 (perplexity 27.59) |",
+        "| validation loss | 3.3174 nats per token |",
+        "| perplexity | 27.59 |",
+        "| bits per byte | 1.1058 |",
         "| HellaSwag | 0.2800 of 1,000",
         "    2026-01-01 00:00:00  python train_gpt2.py --max-steps 60 --seed 2 --overwrite\n",
         "    2026-01-01 00:00:00  python again.py\n",

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -52,10 +53,12 @@ from support.memory import (
     runs_out_of_memory,
 )
 from support.report import command_to_resume
+from support.tokenizer import EOT, encode
 from train_gpt2 import (
     MOST_SKIPPED,
     Progress,
     build_model,
+    describe_loss,
     explain_nan,
     is_spike,
     judge_update,
@@ -198,6 +201,16 @@ def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch
     val_loss = validate(tiny, loader, 20 * 16 + 5, World("cpu"), torch.float32)
     assert val_loss == pytest.approx(expected, rel=1e-5)
     assert tiny.training
+
+
+def test_bits_per_byte_share_the_loss_among_the_bytes_of_the_text(tmp_path):
+    text = "def naïve(x):\n        return x  # 你好\n" * 9
+    tokens = [EOT, *encode(text)]
+    np.save(tmp_path / "a_val_000000.npy", np.array(tokens, np.uint16))
+    loader = DataLoaderLite(tmp_path, "val", B=2, T=1)
+    losses = describe_loss(2.0, loader, len(tokens) + 9)
+    nats = 2.0 * (len(tokens) - 1)
+    assert losses["bits_per_byte"] * len(text.encode()) == pytest.approx(nats / math.log(2))
 
 
 # -- runs
