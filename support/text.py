@@ -40,7 +40,8 @@ VENDORED = {"_vendor", "vendored", "extern", "externals", "third_party"}  # copi
 GENERATED = re.compile(r"auto-?(matically )?generated|generated (by|from)|do(n.t| not) edit", re.I)
 GENERATED_WITHIN = 1000  # characters: a module's head, where it says so
 HELD_OUT = "4"  # of requirements.txt that holds out eight packages, none of the largest
-PACKAGE_BYTES = 4_000_000  # at most of one package: torch and transformers would be half of all
+PACKAGE_BYTES = 4_000_000  # of one package at most: torch and transformers would be half of all
+HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of them
 STRETCH = 2**20  # bytes of a text file that are read at a time
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
@@ -129,12 +130,12 @@ def find_python() -> Iterator[File]:
     """
     packages = {d.metadata["Name"]: d.files or [] for d in distributions()}
     held_out: dict[str, str] = {}
-    others = dict(find_stdlib())
+    others = {name: path for name, path in find_stdlib() if is_written_by_hand(path)}
     for package, files in packages.items():
         names = [n for n in files if is_module(n) and VENDORED.isdisjoint(n.parts)]
         modules = order_modules({n.as_posix(): str(n.locate()) for n in names})
         held = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
-        room = PACKAGE_BYTES
+        room = HELD_OUT_BYTES if held else PACKAGE_BYTES
         for name, path in modules:
             if is_written_by_hand(path) and os.path.getsize(path) <= room:
                 room -= os.path.getsize(path)

@@ -344,7 +344,12 @@ def test_python_holds_out_whole_packages_and_shares_no_13_words_with_them(
     secret, before, after = prose(3, seed=3, words=200)
     shared = " ".join(secret.split()[20:40])
     modules = {
-        "tqdm": {"tqdm/a.py": secret, "tqdm/b.py": "x = 1\n", "tqdm/tests/c.py": "a test"},
+        "tqdm": {
+            "tqdm/a.py": secret,
+            "tqdm/b.py": "x = 1\n",
+            "tqdm/tests/c.py": "no",
+            "tqdm/d.py": "long " * 900,
+        },
         "numpy": {
             "numpy/a.py": "import tqdm\n",
             "numpy/shared.py": f"{before} {shared} {after}",
@@ -365,6 +370,7 @@ def test_python_holds_out_whole_packages_and_shares_no_13_words_with_them(
     monkeypatch.setattr(text, "distributions", partial(distributions, path=[str(site)]))
     monkeypatch.setattr(text, "find_stdlib", lambda: [("os.py", str(site / "tqdm" / "b.py"))])
     monkeypatch.setattr(text, "PACKAGE_BYTES", 5000)
+    monkeypatch.setattr(text, "HELD_OUT_BYTES", 3000)
     make(tmp_path / "out", "python", shard_size=5000)
     held_out, train = (
         texts_in(np.load(path)) for path in sorted((tmp_path / "out").glob("*.npy"), reverse=True)
