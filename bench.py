@@ -309,8 +309,8 @@ def describe_ratio(row: dict) -> str:
     if "speedup" not in row:
         return ""
     ratio = row["speedup"]
-    low = row.get("speedup_low", ratio)  # an old record has no range, nor has a single turn
-    high = row.get("speedup_high", ratio)
+    low = row["speedup_low"]
+    high = row["speedup_high"]
     if low == high:
         return f"{ratio:.2f} × (no range)"
     shown = "no difference shown"
@@ -345,7 +345,7 @@ def plot_benchmarks(result: dict):
     height = 1.7 + 0.45 * max(map(len, panels.values()), default=0)  # inches
     figure, axes = new_figure(max(1, len(panels)), 1, height)
     for axis, (name, rows) in zip(axes, panels.items(), strict=False):
-        _, title = BENCHMARKS.get(name, ("", name))  # an old record may have others
+        _, title = BENCHMARKS[name]
         axis.set_title(title, fontsize=10)
         draw_bars(axis, rows)
     figure.suptitle(describe_size(result), fontsize=10)
