@@ -332,7 +332,8 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
     """Writes the shards that are missing, each while the next one is filled."""
     from tqdm import tqdm
 
-    files = list(find_sources(config.source, config.column, config.revision, manifest["sources"]))
+    found = find_sources(config.source, config.column, config.revision, manifest["sources"])
+    files = sorted(found, key=lambda file: not file.held_out)
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     start = manifest["cursor"]
     for left in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):

@@ -58,7 +58,7 @@ class File:
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
     stamp: list | None = None  # what it was when we began to read it
-    held_out: bool = False  # for validation: a source's first files, if it has any such
+    held_out: bool = False  # for validation: read before all others
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -124,9 +124,8 @@ def order_modules(paths: dict[str, str]) -> list[tuple[str, str]]:
 def find_python() -> Iterator[File]:
     """Yields the modules of the standard library and of the installed packages, without tests.
 
-    Vendored copies and generated files are left out. Whole packages are held out, and come first:
-    those with a SHA-256 of their name that begins with HELD_OUT. The others are read without any
-    text that those have too.
+    Vendored copies and generated files are left out. A package is held out if the SHA-256 of its
+    name begins with HELD_OUT. The others are read without any text that those have too.
     """
     packages = {d.metadata["Name"]: d.files or [] for d in distributions()}
     held_out: dict[str, str] = {}

@@ -371,13 +371,14 @@ def test_python_holds_out_whole_packages_and_shares_no_13_words_with_them(
     monkeypatch.setattr(text, "find_stdlib", lambda: [("os.py", str(site / "tqdm" / "b.py"))])
     monkeypatch.setattr(text, "PACKAGE_BYTES", 5000)
     monkeypatch.setattr(text, "HELD_OUT_BYTES", 3000)
-    make(tmp_path / "out", "python", shard_size=5000)
+    (tmp_path / "mine.txt").write_text("mine")
+    make(tmp_path / "out", tmp_path / "mine.txt", "python", shard_size=5000)
     held_out, train = (
         texts_in(np.load(path)) for path in sorted((tmp_path / "out").glob("*.npy"), reverse=True)
     )
     assert sorted(held_out) == sorted([secret, "x = 1\n"])
     left = [before[: 1 - 200], after[200 - 1 :]]
-    assert sorted(train) == sorted(["import tqdm\n", "x = 1\n", *left])
+    assert sorted(train) == sorted(["mine", "import tqdm\n", "x = 1\n", *left])
 
 
 def test_the_shards_are_cut_at_the_size_and_at_the_limit(tmp_path):
