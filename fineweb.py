@@ -42,9 +42,9 @@ class Config:
     """Turns text into shards of GPT-2 tokens. The same command goes on after an interruption."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
-    # tinyshakespeare, stdlib (Python's library), python (this and the installed packages),
-    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and
-    # globs of .txt, .jsonl and .parquet files
+    # tinyshakespeare, stdlib (Python's library), python (stdlib and the installed packages, some of
+    # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl
+    # and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, data/NAME for other sources
     name: str = ""  # the shards' names begin with it; default: from the source
@@ -127,9 +127,9 @@ def pack(
     stream: Stream,
     shard_size: int,
     val_tokens: int,
-    held_out: int = 0,
     index: int = 0,
     done: int = 0,
+    held_out: int = 0,
 ) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
     """Cuts the stream into shards: yields (index, tokens in parts, cursor).
 
@@ -187,18 +187,18 @@ def choose_val_tokens(
 ) -> int:
     """The number of tokens for validation. head: the tokens of two shards, or all if fewer.
 
-    It is `val_tokens`, or by default the documents that the source holds out, a whole shard, or 5%
-    if two shards do not fill. If the next document starts near, the tokens up to its start are
-    added.
+    It is what the first `held_out` documents have, if a source holds out any; or else `val_tokens`;
+    by default a whole shard, or 5% if two shards do not fill. If the next document starts near, the
+    tokens up to its start are added.
     """
     begins = np.cumsum([0, *map(len, head)])
     total = int(begins[-1])
     starts = [at + np.flatnonzero(part == EOT) for at, part in zip(begins, head, strict=False)]
-    documents = np.concatenate(starts)
-    if val_tokens:
+    documents = np.concatenate([np.zeros(0, int), *starts])
+    if held_out:
+        wanted = int(documents[held_out]) if held_out < len(documents) else total
+    elif val_tokens:
         wanted = val_tokens
-    elif 0 < held_out < len(documents):
-        wanted = int(documents[held_out])
     elif total >= 2 * shard_size:
         wanted = shard_size
     else:
@@ -334,6 +334,10 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
 
     found = find_sources(config.source, config.column, config.revision, manifest["sources"])
     files = sorted(found, key=lambda file: not file.held_out)
+    held_out = sum(file.held_out for file in files)
+    if held_out and (config.val_tokens or config.decontaminate):
+        told = "--source python holds out whole packages"
+        raise UserError(f"{told}: leave out --val-tokens and --decontaminate")
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     start = manifest["cursor"]
     for left in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
@@ -358,9 +362,9 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
         stream,
         shard_size=config.shard_size,
         val_tokens=config.val_tokens,
-        held_out=sum(file.held_out for file in files),
         index=len(manifest["shards"]),
         done=start["token"],
+        held_out=held_out,
     )
     with bar, ThreadPoolExecutor(1) as writer:
         writing: list[Future] = []
@@ -427,6 +431,8 @@ def check_flags(config: Config) -> None:
     ]
     if not config.source:
         problems.append("--source names nothing to read")
+    if {"python", "stdlib"} <= set(config.source):
+        problems.append("--source python contains stdlib: leave stdlib out")
     if problems:
         raise UserError("; ".join(problems))
 

@@ -185,9 +185,9 @@ def bytes_per_token(loader: DataLoaderLite, sequences: int) -> float:
 
 
 def describe_loss(val_loss: float, loader: DataLoaderLite, val_tokens: int) -> dict[str, float]:
-    """A validation loss in nats per token, also as perplexity and in bits per byte of text.
+    """A validation loss in nats per token, also as perplexity and in bits per byte of the text.
 
-    The latter compares models whatever their tokenizers.
+    Only the latter can be compared with other tokenizers' models, on the same text.
     """
     num_bytes = bytes_per_token(loader, val_sequences(loader, val_tokens))
     return {

@@ -317,7 +317,7 @@ def table_of_runs(runs: list[LoggedRun]):
 
 
 def show_samples(runs: list[LoggedRun]) -> None:
-    """Prints the first samples of each run, some after a fifth of it, and its last."""
+    """Prints the first samples of each run, those a fifth of the way in, and its last."""
     for run in runs:
         records = [record for record in run.records if record["type"] == "samples"]
         chosen = {0, len(records) // 5, len(records) - 1}

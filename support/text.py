@@ -36,12 +36,16 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
 CHAR_RNN = "https://raw.githubusercontent.com/karpathy/char-rnn/master"
 TINYSHAKESPEARE = f"{CHAR_RNN}/data/tinyshakespeare/input.txt"
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
-VENDORED = {"_vendor", "vendored", "extern", "externals", "third_party"}  # copies of other packages
-GENERATED = re.compile(r"auto-?(matically )?generated|generated (by|from)|do(n.t| not) edit", re.I)
+VENDORED = {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
+BY_A_PROGRAM = r"auto-?(matically )?generated|generated (and used )?(by|from)"
+GENERATED = re.compile(  # what a module says of itself
+    rf'^(#|"""|this (file|module)).*({BY_A_PROGRAM})|do(n.t| not) edit',
+    re.IGNORECASE | re.MULTILINE,
+)
 GENERATED_WITHIN = 1000  # characters: a module's head, where it says so
-HELD_OUT = "4"  # of requirements.txt that holds out eight packages, none of the largest
+HELD_OUT = "4"  # the first digit of the hash of a name: eight packages of requirements.txt have it
 PACKAGE_BYTES = 4_000_000  # of one package at most: torch and transformers would be half of all
-HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of them
+HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of the validation split
 STRETCH = 2**20  # bytes of a text file that are read at a time
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
@@ -75,7 +79,8 @@ def find_sources(
             if name.startswith("hub:"):
                 found = list(find_on_hub(name, column, commits.get(source) or revision))
             elif source == "stdlib":
-                found = [File(name, partial(read_text, path, "")) for name, path in find_stdlib()]
+                modules = order_modules(find_stdlib())
+                found = [File(name, partial(read_text, path, "")) for name, path in modules]
             elif source == "python":
                 found = list(find_python())
             elif source == "tinyshakespeare":
@@ -103,14 +108,11 @@ def one_sentence(name: str) -> Iterator[None]:
         raise UserError(f"{name} cannot be read ({reason}); fix that to go on") from error
 
 
-def find_stdlib() -> list[tuple[str, str]]:
-    """The names and paths of the modules of the running Python's library, without its tests.
-
-    Their order looks random but is always the same: the first ones, for validation, are a sample.
-    """
+def find_stdlib() -> dict[str, str]:
+    """The names and paths of the modules of the running Python's library, without its tests."""
     root = Path(sysconfig.get_path("stdlib"))
     paths = {path.relative_to(root): str(path) for path in root.rglob("*.py")}
-    return order_modules({n.as_posix(): p for n, p in paths.items() if is_module(n)})
+    return {name.as_posix(): path for name, path in paths.items() if is_module(name)}
 
 
 def is_module(name: PurePath) -> bool:
@@ -118,6 +120,7 @@ def is_module(name: PurePath) -> bool:
 
 
 def order_modules(paths: dict[str, str]) -> list[tuple[str, str]]:
+    """An order that looks random but is always the same: the first ones are a sample."""
     return sorted(paths.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
 
 
@@ -125,20 +128,26 @@ def find_python() -> Iterator[File]:
     """Yields the modules of the standard library and of the installed packages, without tests.
 
     Vendored copies and generated files are left out. A package is held out if the SHA-256 of its
-    name begins with HELD_OUT. The others are read without any text that those have too.
+    name begins with HELD_OUT. From all others we cut what it shares with them, NGRAM words or more.
     """
-    packages = {d.metadata["Name"]: d.files or [] for d in distributions()}
+    packages: dict[str, list] = {}
+    for distribution in distributions():  # the first of a name is the one that Python imports
+        if name := distribution.metadata["Name"]:  # none: pip has left it half deleted
+            packages.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.files or [])
     held_out: dict[str, str] = {}
-    others = {name: path for name, path in find_stdlib() if is_written_by_hand(path)}
+    others = {name: path for name, path in find_stdlib().items() if is_written_by_hand(path)}
     for package, files in packages.items():
         names = [n for n in files if is_module(n) and VENDORED.isdisjoint(n.parts)]
-        modules = order_modules({n.as_posix(): str(n.locate()) for n in names})
         held = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
         room = HELD_OUT_BYTES if held else PACKAGE_BYTES
-        for name, path in modules:
+        for name, path in order_modules({n.as_posix(): str(n.locate()) for n in names}):
             if is_written_by_hand(path) and os.path.getsize(path) <= room:
                 room -= os.path.getsize(path)
                 (held_out if held else others)[name] = path
+    if not held_out:
+        raise UserError("no installed package is held out: run it in the environment of make setup")
+    packages_of = sorted({name.partition("/")[0] for name in held_out})
+    print(f"held out for validation: {', '.join(packages_of)}", file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in order_modules(held_out):
         yield File(name, partial(read_text, path, ""), held_out=True)
@@ -262,11 +271,17 @@ def read_text(path: str, column: str) -> Iterator[Text]:
 
 
 def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:
-    """Yields the pieces of a text file that are left without what the benchmark has too."""
+    """Yields what is left of a file, in whole lines, without what the benchmark has too."""
     text = "".join(stretch for stretch, _ in read_text(path, ""))
     spans, _ = cut_out(text, benchmark().find(text))
     for start, end in spans:
-        yield text[start:end], True
+        piece = text[start:end]
+        if start:
+            piece = piece.partition("\n")[2]
+        if end < len(text):
+            piece = piece[: piece.rfind("\n") + 1]
+        if piece:
+            yield piece, True
 
 
 def read_jsonl(path: str, column: str) -> Iterator[Text]:
