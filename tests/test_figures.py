@@ -1,0 +1,63 @@
+"""What README.md quotes is what the records say."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from support.common import duration
+from support.log import read_metrics
+from support.report import of_type
+from train_gpt2 import VAL_LINE
+
+README = (ROOT / "README.md").read_text()
+
+
+def read_json(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / name).read_text())
+
+
+@pytest.mark.parametrize("run", ["quickstart", "laptop"])
+def test_the_readme_quotes_the_runs(run):
+    records = read_metrics(ROOT / "runs" / run / "metrics.jsonl")
+    val = of_type(records, "val")[-1]
+    end = of_type(records, "end")[-1]
+    memory = f"peak memory {end['memory'] / 1e9:.2f} GB"
+    quotes = [
+        f"step {val['step']:5d} | {VAL_LINE.format(**val)}",
+        f"done: {end['step']} steps in {duration(end['wall'])}, {memory}",
+    ]
+    assert not [quote for quote in quotes if quote not in README]
+
+
+def test_the_readme_quotes_a_line_of_the_quickstart():
+    line = r"step +(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| dt (\S+)ms \| tok/sec (\S+)"
+    step, *quoted = re.search(line, README).groups()
+    records = read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl")
+    [x] = [record for record in of_type(records, "train") if record["step"] == int(step)]
+    exact = [f"{x['loss']:.6f}", f"{x['lr']:.4e}", f"{x['norm']:.4f}", f"{x['ms']:.1f}"]
+    assert quoted == [*exact, f"{x['tokens_per_sec']:,.0f}"]
+
+
+def test_the_readme_quotes_comparisons_kills_and_sizes():
+    arms = read_json("compare/compare.json")["arms"]
+    kills = sum(read_json("torture.json")["kills"].values())
+    scripts = [ROOT / name for name in ("model.py", "config.py", "train_gpt2.py")]
+    everything = [
+        p for pattern in ("*.py", "support/*.py", "benchmarks/*.py") for p in ROOT.glob(pattern)
+    ]
+    quotes = [
+        f'"{arms[1]["against"]["verdict"]}"',
+        f"{kills} random kills",
+        f"three files of {count_lines(scripts):,} lines",
+        f"benchmarks included, is {count_lines(everything):,}.",
+    ]
+    text = " ".join(README.split())
+    assert not [quote for quote in quotes if quote not in text]
+
+
+def count_lines(paths: list[Path]) -> int:
+    """Rounded to hundreds."""
+    return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
