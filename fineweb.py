@@ -141,7 +141,7 @@ def pack(
     starts with its batch, and its `token` as `done`. The shards depend on no other state, so a
     killed run makes the same shards as an uninterrupted one.
 
-    Shard 0 is for validation and may be smaller. Its size depends on the amount of text, so pack
+    Shard 0 is for validation and may have another size. It depends on the amount of text, so pack
     first reads as many tokens as two shards hold.
     """
     missing = shard_size  # tokens, until the shard is full
@@ -187,7 +187,7 @@ def choose_val_tokens(
 ) -> int:
     """The number of tokens for validation. head: the tokens of two shards, or all if fewer.
 
-    It is what the first `held_out` documents have, if a source holds out any; or else `val_tokens`;
+    If a source holds out documents, it is what the first `held_out` have. Else it is `val_tokens`,
     by default a whole shard, or 5% if two shards do not fill. If the next document starts near, the
     tokens up to its start are added.
     """
@@ -334,10 +334,6 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
 
     found = find_sources(config.source, config.column, config.revision, manifest["sources"])
     files = sorted(found, key=lambda file: not file.held_out)
-    held_out = sum(file.held_out for file in files)
-    if held_out and (config.val_tokens or config.decontaminate):
-        told = "--source python holds out whole packages"
-        raise UserError(f"{told}: leave out --val-tokens and --decontaminate")
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     start = manifest["cursor"]
     for left in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
@@ -364,7 +360,7 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
         val_tokens=config.val_tokens,
         index=len(manifest["shards"]),
         done=start["token"],
-        held_out=held_out,
+        held_out=sum(file.held_out for file in files),
     )
     with bar, ThreadPoolExecutor(1) as writer:
         writing: list[Future] = []
@@ -431,8 +427,12 @@ def check_flags(config: Config) -> None:
     ]
     if not config.source:
         problems.append("--source names nothing to read")
-    if {"python", "stdlib"} <= set(config.source):
-        problems.append("--source python contains stdlib: leave stdlib out")
+    if "python" in config.source:
+        if "stdlib" in config.source:
+            problems.append("--source python contains stdlib: leave stdlib out")
+        if config.val_tokens or config.decontaminate:
+            told = "--source python holds out whole packages"
+            problems.append(f"{told}: leave out --val-tokens and --decontaminate")
     if problems:
         raise UserError("; ".join(problems))
 

@@ -320,7 +320,7 @@ def show_samples(runs: list[LoggedRun]) -> None:
     """Prints the first samples of each run, those a fifth of the way in, and its last."""
     for run in runs:
         records = [record for record in run.records if record["type"] == "samples"]
-        chosen = {0, len(records) // 5, len(records) - 1}
-        for record in [records[i] for i in sorted(chosen) if records]:
+        chosen = {0, len(records) // 5, len(records) - 1} if records else ()
+        for record in [records[i] for i in sorted(chosen)]:
             print(f"\n== {run.name}, step {record['step']:,}")
             print("\n--\n".join(record["samples"]))

@@ -141,13 +141,14 @@ def find_python() -> Iterator[File]:
         held = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
         room = HELD_OUT_BYTES if held else PACKAGE_BYTES
         for name, path in order_modules({n.as_posix(): str(n.locate()) for n in names}):
-            if is_written_by_hand(path) and os.path.getsize(path) <= room:
-                room -= os.path.getsize(path)
+            size = os.path.getsize(path) if os.path.exists(path) else 0
+            if 0 < size <= room and is_written_by_hand(path):
+                room -= size
                 (held_out if held else others)[name] = path
     if not held_out:
         raise UserError("no installed package is held out: run it in the environment of make setup")
-    packages_of = sorted({name.partition("/")[0] for name in held_out})
-    print(f"held out for validation: {', '.join(packages_of)}", file=sys.stderr)
+    folders = sorted({name.partition("/")[0] for name in held_out})
+    print(f"held out for validation: {', '.join(folders)}", file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in order_modules(held_out):
         yield File(name, partial(read_text, path, ""), held_out=True)
@@ -156,10 +157,10 @@ def find_python() -> Iterator[File]:
 
 
 def is_written_by_hand(path: str) -> bool:
-    """Whether a module is there, in UTF-8, not empty, and does not say that it was generated."""
+    """Whether a module is in UTF-8, not empty, and does not say that it was generated."""
     try:
         text = Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
+    except UnicodeDecodeError:
         return False
     return bool(text) and not GENERATED.search(text[:GENERATED_WITHIN])
 

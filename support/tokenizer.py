@@ -21,32 +21,26 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{100000})")
 
 
-def read_ranks() -> dict[bytes, int]:
-    """The bytes of each token but <|endoftext|>, with its number."""
-    lines = RANKS_FILE.read_bytes().splitlines()
-    return {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-
-
-def token_sizes() -> np.ndarray:
-    """(50257,): how many bytes of text each token is. <|endoftext|> is none."""
-    sizes = np.zeros(VOCAB_SIZE)
-    for token, rank in read_ranks().items():
-        sizes[rank] = len(token)
-    return sizes
-
-
 @lru_cache(maxsize=1)
 def get_tokenizer():
     """GPT-2's tokenizer. `encode_ordinary(text)` takes a literal <|endoftext|> for plain text."""
     import tiktoken
 
+    lines = RANKS_FILE.read_bytes().splitlines()
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     return tiktoken.Encoding(
         "gpt2",
         pat_str=PATTERN,
-        mergeable_ranks=read_ranks(),
+        mergeable_ranks=ranks,
         special_tokens={"<|endoftext|>": EOT},
         explicit_n_vocab=VOCAB_SIZE,
     )
+
+
+def token_sizes() -> np.ndarray:
+    """(50257,): how many bytes of text each token is. <|endoftext|> is none."""
+    decode = get_tokenizer().decode_single_token_bytes
+    return np.array([*(len(decode(token)) for token in range(EOT)), 0])
 
 
 def encode(text: str) -> list[int]:

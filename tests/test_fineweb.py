@@ -373,7 +373,9 @@ def test_python_holds_out_whole_packages_and_shares_no_13_words_with_them(
     install(site, "tqdm", tqdm | {"tqdm/d.py": "too long " * 400})
     (tmp_path / "mine.txt").write_text("mine")
     sources = tmp_path / "mine.txt", "python"
-    assert "leave out --val-tokens" in sentence(make, tmp_path / "none", *sources, val_tokens=9)
+    wrong = Config(source=("stdlib", "python"), val_tokens=9)
+    told = sentence(fineweb.check_flags, wrong)
+    assert "leave out --val-tokens" in told and "leave stdlib out" in told
     make(tmp_path / "out", *sources, shard_size=5000)
     held_out, train = (
         texts_in(np.load(path)) for path in sorted((tmp_path / "out").glob("*.npy"), reverse=True)
