@@ -62,6 +62,9 @@ def test_a_second_run_in_the_same_log_dir_is_refused_while_the_first_goes_on(cor
         done = train(corpus, log_dir, *flags, "--overwrite")
         assert_told(done, "another run", str(log_dir), "--log-dir")
         assert first.poll() is None
+        while not (log_dir / "log.txt").read_text():  # before its first step it has nothing to save
+            time.sleep(0.01)
+            assert first.poll() is None
     assert losses(log_dir), "no step is missing or there twice"
     assert checkpoint.checkpoints(log_dir), "it saved when it was told to end"
 
