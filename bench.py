@@ -232,11 +232,14 @@ def compare_tokenizing(m: Machine) -> Iterator[dict]:
             yield row | dict(memory_gb=None)  # a side does not know that of its other processes
 
 
-BENCHMARKS = {  # flag: what it runs, and the title of its picture
-    "ladder": (climb_ladder, "A training step, each technique added to those before it"),
-    "against": (compare_transformers, "A training step, beside Hugging Face's transformers"),
-    "sweep": (sweep_batch_sizes, "A training step, by the micro-batch B"),
-    "scaling": (scale_processes, "A training step on several processes"),
+BENCHMARKS = {  # flag: what it runs, and its title
+    "ladder": (
+        climb_ladder,
+        "A step of {B} × {T:,} tokens, each technique added to those before it",
+    ),
+    "against": (compare_transformers, "A step of {B} × {T:,} tokens, beside transformers"),
+    "sweep": (sweep_batch_sizes, "A step of B × {T:,} tokens"),
+    "scaling": (scale_processes, "A step of {B} × {T:,} tokens on each of several processes"),
     "generate": (compare_generation, "Generation of 128 tokens"),
     "hellaswag": (compare_scoring, "Scoring HellaSwag"),
     "data": (compare_tokenizing, "Text to token shards"),
@@ -290,18 +293,22 @@ def print_report(result: dict, out: str) -> None:
     """Prints a table for each comparison."""
     peak, source = result["peak"]
     device = result["device"]
-    print(f"\n{describe_size(result)}, {device['threads']} CPU threads, revision {result['git']}")
+    print(f"\n{describe_machine(result)}, {device['threads']} threads, revision {result['git']}")
     print(f"training uses {result['dtype']} here ({result['why']})")
     print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
     for name, found in result["benchmarks"].items():
-        print(f"\n{name}\n{format_table(found['rows'])}")
+        title = describe_benchmark(name, result["config"])
+        print(f"\n{title}\n{format_table(found['rows'])}")
     print(f"\nplot: {out}.png")
 
 
-def describe_size(result: dict) -> str:
-    config = result["config"]
-    size = f"{config['batch_size']} × {config['sequence_length']:,} tokens"
-    return f"{config['model']}, {size}, on {result['device']['name']}"
+def describe_machine(result: dict) -> str:
+    return f"{result['config']['model']} on {result['device']['name']}"
+
+
+def describe_benchmark(name: str, config: dict) -> str:
+    _, title = BENCHMARKS[name]
+    return title.format(B=config["batch_size"], T=config["sequence_length"])
 
 
 def describe_ratio(row: dict) -> str:
@@ -345,10 +352,9 @@ def plot_benchmarks(result: dict):
     height = 1.7 + 0.45 * max(map(len, panels.values()), default=0)  # inches
     figure, axes = new_figure(max(1, len(panels)), 1, height)
     for axis, (name, rows) in zip(axes, panels.items(), strict=False):
-        _, title = BENCHMARKS[name]
-        axis.set_title(title, fontsize=10)
+        axis.set_title(describe_benchmark(name, result["config"]), fontsize=10)
         draw_bars(axis, rows)
-    figure.suptitle(describe_size(result), fontsize=10)
+    figure.suptitle(describe_machine(result), fontsize=10)
     if any("beside" in row for rows in panels.values() for row in rows):
         figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
     return figure

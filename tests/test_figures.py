@@ -1,4 +1,4 @@
-"""What README.md quotes is what the records say."""
+"""What README.md and benchmarks/README.md quote is what the records say."""
 
 import json
 import re
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
+from bench import format_table
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
@@ -61,3 +62,26 @@ def test_the_readme_quotes_comparisons_kills_and_sizes():
 def count_lines(paths: list[Path]) -> int:
     """Rounded to hundreds."""
     return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
+
+
+PAGE = (ROOT / "benchmarks" / "README.md").read_text()
+BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_page_of_benchmarks_shows_each_record(name):
+    record = read_json(name)
+    [found] = record["benchmarks"].values()
+    quotes = [
+        f"revision {record['git']}:",
+        f"`{record['command']}`, {record['peak'][0] / 1e12:.2f} TFLOP/s.",
+        format_table(found["rows"]),
+        f"]({name.removesuffix('.json')}.png)",
+    ]
+    assert not [quote for quote in quotes if quote not in PAGE]
+
+
+def test_the_page_of_benchmarks_is_of_one_revision_and_short():
+    assert BENCHMARKS
+    assert len({read_json(name)["git"] for name in BENCHMARKS}) == 1
+    assert len(PAGE.splitlines()) <= 120
