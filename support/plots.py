@@ -261,6 +261,7 @@ def plot_training(runs: list[LoggedRun]):
             axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
         axis.set(ylabel=title, yscale="log" if len(runs) > 1 else "linear")
         label_x(axis, "step")
+    axis.set(yscale="linear", ylim=(0, None))  # the speed
     return figure
 
 
