@@ -33,6 +33,16 @@ def test_the_readme_quotes_the_runs(run):
     assert not [quote for quote in quotes if quote not in README]
 
 
+def test_the_readme_quotes_samples_of_the_laptop():
+    quoted = re.findall(r"\(([\d,]+) updates\):\n\n```\n(.*?)\n```", README, re.DOTALL)
+    records = read_metrics(ROOT / "runs" / "laptop" / "metrics.jsonl")
+    samples = {record["step"]: record["samples"] for record in of_type(records, "samples")}
+    assert len(quoted) == 3
+    for step, text in quoted:
+        lines = [sample.splitlines() for sample in samples[int(step.replace(",", ""))]]
+        assert text.splitlines() in [found[: len(text.splitlines())] for found in lines]
+
+
 def test_the_readme_quotes_a_line_of_the_quickstart():
     line = r"step +(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| dt (\S+)ms \| tok/sec (\S+)"
     step, *quoted = re.search(line, README).groups()
