@@ -52,16 +52,20 @@ def test_the_readme_quotes_a_line_of_the_quickstart():
     assert quoted == [*exact, f"{x['tokens_per_sec']:,.0f}"]
 
 
-def test_the_readme_quotes_comparisons_kills_and_sizes():
+def test_the_readme_quotes_comparisons_kills_speeds_and_sizes():
     arms = read_json("compare/compare.json")["arms"]
     kills = sum(read_json("torture.json")["kills"].values())
     scripts = [ROOT / name for name in ("model.py", "config.py", "train_gpt2.py")]
+    theirs, _, ours = read_json("cpu-against.json")["benchmarks"]["against"]["rows"]
     everything = [
         p for pattern in ("*.py", "support/*.py", "benchmarks/*.py") for p in ROOT.glob(pattern)
     ]
     quotes = [
         f'"{arms[1]["against"]["verdict"]}"',
         f"{kills} random kills",
+        f"trains {ours['speedup']:.2f} times as fast",
+        f"({ours['speedup_low']:.2f} to {ours['speedup_high']:.2f})",
+        f"in {ours['memory_gb']:.2f} GB instead of {theirs['memory_gb']:.2f} ",
         f"three files of {count_lines(scripts):,} lines",
         f"benchmarks included, is {count_lines(everything):,}.",
     ]
