@@ -250,18 +250,19 @@ def draw_hellaswag(axis, runs: list[LoggedRun]) -> None:
 
 def plot_training(runs: list[LoggedRun]):
     """Draws learning rate, gradient norm and throughput by step."""
-    titles = {
-        "lr": "learning rate",
-        "norm": "gradient norm, unclipped",
-        "tokens_per_sec": "tokens/s",
+    scale = "log" if len(runs) > 1 else "linear"
+    panels = {
+        "lr": ("learning rate", scale),
+        "norm": ("gradient norm, unclipped", scale),
+        "tokens_per_sec": ("tokens/s", "linear"),
     }
-    figure, axes = new_figure(len(titles), 1, height=2.2)
-    for axis, (field, title) in zip(axes, titles.items(), strict=True):
+    figure, axes = new_figure(len(panels), 1, height=2.2)
+    for axis, (field, (title, yscale)) in zip(axes, panels.items(), strict=True):
         for run, color in zip(runs, cycle(COLORS)):
             axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
-        axis.set(ylabel=title, yscale="log" if len(runs) > 1 else "linear")
+        axis.set(ylabel=title, yscale=yscale)
         label_x(axis, "step")
-    axis.set(yscale="linear", ylim=(0, None))  # the speed
+    axes[-1].set_ylim(bottom=0)
     return figure
 
 

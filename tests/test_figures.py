@@ -14,6 +14,8 @@ from support.report import of_type
 from train_gpt2 import VAL_LINE
 
 README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "benchmarks" / "README.md").read_text()
+BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
 
 
 def read_json(name: str) -> dict:
@@ -39,8 +41,8 @@ def test_the_readme_quotes_samples_of_the_laptop():
     samples = {record["step"]: record["samples"] for record in of_type(records, "samples")}
     assert len(quoted) == 3
     for step, text in quoted:
-        lines = [sample.splitlines() for sample in samples[int(step.replace(",", ""))]]
-        assert text.splitlines() in [found[: len(text.splitlines())] for found in lines]
+        found = samples[int(step.replace(",", ""))]
+        assert any(f"{sample}\n".startswith(f"{text}\n") for sample in found)
 
 
 def test_the_readme_quotes_a_line_of_the_quickstart():
@@ -76,10 +78,6 @@ def test_the_readme_quotes_comparisons_kills_speeds_and_sizes():
 def count_lines(paths: list[Path]) -> int:
     """Rounded to hundreds."""
     return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
-
-
-PAGE = (ROOT / "benchmarks" / "README.md").read_text()
-BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
