@@ -30,7 +30,7 @@ quickstart: setup
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy *.py support
+	@.venv/bin/mypy *.py support benchmarks
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
 # Which branches of the scripts the tests take, in all processes. TESTS=tests/test_sample.py: of some.

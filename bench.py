@@ -2,8 +2,6 @@
 
 python bench.py                            each technique added in turn, up to what training uses
 python bench.py --against hf --generate    other comparisons, see --help
-
-The sides of a comparison take turns (benchmarks/turns.py). Figures are medians of turns.
 """
 
 import json
@@ -11,7 +9,6 @@ import math
 import os
 import random
 import shlex
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -20,15 +17,15 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 
-from benchmarks import sides
-from benchmarks.turns import Side, measure
-from config import GPT2_SIZES, out_of_range
+from benchmarks import peers
+from benchmarks.measure import Side, measure
+from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import run_script, write_whole
-from support.device import free_memory, peak_flops, pick_device, pick_dtype, why_not_compile
+from support.common import Amount, Count, CountOrZero, parse_flags, run_script, write_whole, writing
+from support.compile import why_not_compile
+from support.device import free_memory, peak_flops, pick_device, pick_dtype
 from support.distributed import World
 from support.plots import BLUE, PALE, new_figure, save_picture, tidy
 from support.report import describe_run
@@ -51,25 +48,20 @@ class BenchConfig:
     data: bool = False  # turn text into shards, beside build-nanogpt's loop
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size
-    batch_size: int = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
-    sequence_length: int = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
-    max_batch: int = 128  # the largest micro-batch of --sweep
-    rounds: int = 3  # turns of each side
-    turn: float = 0.5  # seconds that a turn takes at least: short runs are repeated
+    batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
+    sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
+    max_batch: Count = 128  # the largest micro-batch of --sweep
+    rounds: Count = 3  # turns of each side
+    turn: Amount = 0.5  # seconds that a turn takes at least: short runs are repeated
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
-    examples: int = 48  # of HellaSwag, drawn at random
-    megabytes: int = 50  # of text, for --data
+    examples: Count = 48  # of HellaSwag, drawn at random
+    megabytes: Count = 50  # of text, for --data
 
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
     out: str = "log/bench"  # the results go to OUT.json and OUT.png
 
-
-RANGES = [
-    ("rounds max_batch examples megabytes", lambda x: x >= 1, "at least 1"),
-    ("turn batch_size sequence_length", lambda x: x >= 0, "0 or more"),
-]
 
 # -- the machine
 
@@ -81,12 +73,9 @@ class Machine:
         self.device = pick_device(config.device)
         self.on_cpu = self.device.type == "cpu"
         self.on_gpu = self.device.type == "cuda"
-        B, T = (4, 256) if self.on_cpu else (16, 1024)
-        self.config = replace(
-            config,
-            batch_size=config.batch_size or B,
-            sequence_length=config.sequence_length or T,
-        )
+        B = config.batch_size or (4 if self.on_cpu else 16)
+        T = config.sequence_length or (256 if self.on_cpu else 1024)
+        self.config = replace(config, batch_size=B, sequence_length=T)
         self.size = MODELS[config.model]
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
         self.compile = config.compile and not why_not_compile(self.device)
@@ -96,7 +85,7 @@ class Machine:
     def measure(self, compared: Iterable[Side], chain: bool = False) -> Iterator[dict]:
         return measure(compared, self.device.type, self.config.rounds, self.config.turn, chain)
 
-    def step(self, name: str, processes: int = 1, **changes) -> Side:
+    def step(self, name: str, processes: int = 1, **changes: Any) -> Side:
         """The step as training takes it here, with changes of the options of `training`."""
         options: dict = dict(
             B=self.config.batch_size,
@@ -117,7 +106,7 @@ class Machine:
             flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
         return Side(
             name,
-            sides.training,
+            peers.training,
             options,
             amount=processes * options["B"] * options["T"],
             peak=self.peak * (processes if self.on_gpu else 1) / flops,
@@ -154,7 +143,7 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
             rungs.append(m.step(name, **options))
     more = m.config.batch_size * (2 if m.on_cpu else 4)
     rungs.append(m.step(f"+ micro-batch of {more}", B=more))
-    yield from m.measure(rungs, chain=True)
+    return m.measure(rungs, chain=True)
 
 
 def compare_transformers(m: Machine) -> Iterator[dict]:
@@ -163,8 +152,7 @@ def compare_transformers(m: Machine) -> Iterator[dict]:
     compared = [m.step("transformers, eager", **theirs, compile=False)]
     if m.compile:
         compared.append(m.step("transformers, compiled", **theirs))
-    compared.append(m.step("this repository"))
-    yield from m.measure(compared)
+    return m.measure([*compared, m.step("this repository")])
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
@@ -186,57 +174,50 @@ def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
 def scale_processes(m: Machine) -> Iterator[dict]:
     """The same micro-batch on each of 1, 2, 4, 8 processes, gradients averaged as in training."""
     most = torch.cuda.device_count() if m.on_gpu else os.cpu_count() or 1
-    yield from m.measure(m.step(f"{n} process(es)", n) for n in (1, 2, 4, 8) if n <= most)
+    several = [m.step(f"{n} processes", n) for n in (2, 4, 8) if n <= most]
+    return m.measure([m.step("1 process"), *several])
 
 
 def compare_generation(m: Machine) -> Iterator[dict]:
     """Generation for 1 and 4 prompts."""
-    ways = ["transformers", "ours, eager"]
+    ways = {"transformers": (True, False), "ours, eager": (False, False)}  # hf, compile
     if m.compile:
-        ways.append("ours, compiled")
+        ways["ours, compiled"] = (False, True)
     for rows in (1, 4):
         compared = []
-        for name in ways:
-            how = dict(hf=name == "transformers", compile=name == "ours, compiled")
-            options = dict(rows=rows, size=m.size, dtype=m.dtype) | how
-            compared.append(Side(f"{name}, {rows} × 128", sides.generation, options, rows * 128))
+        for name, (hf, compile) in ways.items():
+            options = dict(rows=rows, size=m.size, dtype=m.dtype, hf=hf, compile=compile)
+            compared.append(Side(f"{name}, {rows} × 128", peers.generation, options, rows * 128))
         yield from m.measure(compared)
 
 
 def compare_scoring(m: Machine) -> Iterator[dict]:
     """HellaSwag as build-nanogpt scores it, and as training does."""
-    examples = list(iterate_examples("val", m.config.hellaswag_path))
+    examples = list(iterate_examples(m.config.hellaswag_path))
     examples = random.Random(0).sample(examples, min(m.config.examples, len(examples)))
-    options = dict(examples=examples, size=m.size, dtype=m.dtype)
     compared = []
     for name, batched in {"one example at a time": False, "in batches": True}.items():
-        how = dict(batched=batched, compile=batched and m.compile)
-        compared.append(Side(name, sides.scoring, how | options, len(examples), "examples/s"))
+        options = dict(examples=examples, size=m.size, dtype=m.dtype, batched=batched)
+        options["compile"] = batched and m.compile
+        compared.append(Side(name, peers.scoring, options, len(examples), "examples/s"))
     for row in m.measure(compared):
         yield row | dict(options=None)  # the examples would fill the record
 
 
 def compare_tokenizing(m: Machine) -> Iterator[dict]:
     """Text to tokens by build-nanogpt's pool, and to shards by fineweb.py."""
-    ways = {
-        "build-nanogpt's pool, nothing written": sides.classic_pool,
-        "fineweb.py, with its start": sides.fineweb_script,
-    }
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/text.jsonl"
-        megabytes = sides.write_documents(path, m.config.megabytes)
-        compared = [
-            Side(name, make, dict(path=path), megabytes, "MB/s") for name, make in ways.items()
-        ]
-        for row in m.measure(compared, chain=True):
+        amount = peers.write_documents(path, m.config.megabytes)
+        text: dict = dict(options=dict(path=path), amount=amount, unit="MB/s")
+        theirs = Side("build-nanogpt's pool, nothing written", peers.classic_pool, **text)
+        ours = Side("fineweb.py, with its start", peers.fineweb_script, **text)
+        for row in m.measure([theirs, ours]):
             yield row | dict(memory_gb=None)  # a side does not know that of its other processes
 
 
 BENCHMARKS = {  # flag: what it runs, and its title
-    "ladder": (
-        climb_ladder,
-        "A step of {B} × {T:,} tokens, each technique added to those before it",
-    ),
+    "ladder": (climb_ladder, "A step of {B} × {T:,} tokens, each technique added to the last"),
     "against": (compare_transformers, "A step of {B} × {T:,} tokens, beside transformers"),
     "sweep": (sweep_batch_sizes, "A step of B × {T:,} tokens"),
     "scaling": (scale_processes, "A step of {B} × {T:,} tokens on each of several processes"),
@@ -246,14 +227,12 @@ BENCHMARKS = {  # flag: what it runs, and its title
 }
 
 
-def run_benchmarks(config: BenchConfig) -> dict:
+def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
     """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far."""
     m = Machine(config)
-    result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size)
-    result["command"] = f"python bench.py {shlex.join(sys.argv[1:])}".strip()
-    result["why"] = m.why
-    result["peak"] = (m.peak, m.peak_source)
-    result["benchmarks"] = {}
+    command = shlex.join(["python", "bench.py", *args])
+    result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size, command)
+    result |= dict(why=m.why, peak=(m.peak, m.peak_source), benchmarks={})
     asked = [name for name in BENCHMARKS if getattr(config, name, False)]
     for name in asked or ["ladder"]:
         rows: list[dict] = []
@@ -293,39 +272,36 @@ def print_report(result: dict, out: str) -> None:
     """Prints a table for each comparison."""
     peak, source = result["peak"]
     device = result["device"]
-    print(f"\n{describe_machine(result)}, {device['threads']} threads, revision {result['git']}")
+    print(f"\n{model_on_device(result)}, {device['threads']} threads, revision {result['git']}")
     print(f"training uses {result['dtype']} here ({result['why']})")
     print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
-    for name, found in result["benchmarks"].items():
-        title = describe_benchmark(name, result["config"])
-        print(f"\n{title}\n{format_table(found['rows'])}")
+    for name, benchmark in result["benchmarks"].items():
+        print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
     print(f"\nplot: {out}.png")
 
 
-def describe_machine(result: dict) -> str:
+def model_on_device(result: dict) -> str:
     return f"{result['config']['model']} on {result['device']['name']}"
 
 
-def describe_benchmark(name: str, config: dict) -> str:
-    _, title = BENCHMARKS[name]
-    return title.format(B=config["batch_size"], T=config["sequence_length"])
+def title_of(benchmark: str, result: dict) -> str:
+    _, title = BENCHMARKS[benchmark]
+    return title.format(B=result["config"]["batch_size"], T=result["config"]["sequence_length"])
 
 
 def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, the range of that, and what it shows."""
     if "speedup" not in row:
         return ""
-    ratio = row["speedup"]
+    ratio = f"{row['speedup']:.2f} ×"
     low = row["speedup_low"]
     high = row["speedup_high"]
     if low == high:
-        return f"{ratio:.2f} × (no range)"
+        return f"{ratio} (no range)"
     shown = "no difference shown"
-    if low > 1:
-        shown = "faster"
-    elif high < 1:
-        shown = "slower"
-    return f"{ratio:.2f} × ({low:.2f} to {high:.2f}): {shown}"
+    if low > 1 or high < 1:
+        shown = "faster" if low > 1 else "slower"
+    return f"{ratio} ({low:.2f} to {high:.2f}): {shown}"
 
 
 def format_table(rows: list[dict]) -> str:
@@ -343,24 +319,23 @@ def format_table(rows: list[dict]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
 
 
-def plot_benchmarks(result: dict):
+def plot_benchmarks(result: dict) -> Any:
     """A picture of a result: a panel for each comparison, a bar for each row."""
     panels = {}
-    for name, found in result["benchmarks"].items():
-        if rows := [row for row in found["rows"] if "median" in row]:
-            panels[name] = rows
+    for name, benchmark in result["benchmarks"].items():
+        if rows := [row for row in benchmark["rows"] if "median" in row]:
+            panels[title_of(name, result)] = rows
     height = 1.7 + 0.45 * max(map(len, panels.values()), default=0)  # inches
     figure, axes = new_figure(max(1, len(panels)), 1, height)
-    for axis, (name, rows) in zip(axes, panels.items(), strict=False):
-        axis.set_title(describe_benchmark(name, result["config"]), fontsize=10)
-        draw_bars(axis, rows)
-    figure.suptitle(describe_machine(result), fontsize=10)
+    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
+        draw_bars(axis, title, rows)
+    figure.suptitle(model_on_device(result), fontsize=10)
     if any("beside" in row for rows in panels.values() for row in rows):
         figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
     return figure
 
 
-def draw_bars(axis, rows: list[dict]) -> None:
+def draw_bars(axis: Any, title: str, rows: list[dict]) -> None:
     """For each row a bar as long as it is fast; above it, that of its base in the same turns."""
     places = np.arange(len(rows))
     labels = [f"{row['median']:,.1f}   {describe_ratio(row)}" for row in rows]
@@ -370,6 +345,7 @@ def draw_bars(axis, rows: list[dict]) -> None:
     axis.set_yticks(places, [row["name"] for row in rows])
     axis.invert_yaxis()
     axis.margins(x=0.75)  # room for the labels
+    axis.set_title(title, fontsize=10)
     axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' per second')} (longer is faster)")
     tidy(axis)
 
@@ -377,14 +353,11 @@ def draw_bars(axis, rows: list[dict]) -> None:
 # -- the command
 
 
-def main() -> None:
-    config: Any = tyro.cli(BenchConfig)
-    problems = out_of_range(config, RANGES)
-    if problems:
-        print("\n".join(f"bench.py: {problem}" for problem in problems), file=sys.stderr)
-        sys.exit(2)
-    Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    print_report(run_benchmarks(config), config.out)
+def main(args: list[str]) -> None:
+    config = parse_flags(BenchConfig, args)
+    with writing(Path(config.out)):
+        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+    print_report(run_benchmarks(config, args), config.out)
 
 
 if __name__ == "__main__":

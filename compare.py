@@ -5,8 +5,9 @@ python compare.py --base "--preset quickstart" --arm "adamw: --optimizer adamw" 
 python compare.py --base "--preset quickstart" --arm "mine: @../my-copy --n-head 4"
 
 An arm has the base's flags and its own. @DIRECTORY trains it with another copy of this repository.
-Runs of one seed read the same data in the same order. If their architecture is the same, they also
-start from the same weights. So compare.py judges the difference between two runs of one seed.
+Runs of one seed read the same data in the same order and, if their architecture is the same, start
+from the same weights. So compare.py judges the difference between two runs of one seed.
+Arms with --dtype auto share the precision that the first of their runs has found.
 To continue after an interruption, repeat the command. OUT receives the runs, compare.md,
 compare.json, compare.png, and the changes of each copy as NAME.diff.
 """
@@ -23,24 +24,21 @@ import sys
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import tyro
 from tyro.conf import UseAppendAction
 
-from support.common import UserError, run_script, say, write_whole
+from support.common import UsageError, UserError, parse_flags, run_script, say, write_whole, writing
 from support.log import read_run
 from support.plots import plot_comparison, save_picture
 from support.shards import find_shards, identify
 
-HERE = Path(__file__).parent
 # Flags in front of every arm's own: a comparison needs no other evaluations
 QUIET = """--hellaswag-every=0 --sample-every=0 --checkpoint-every=0 --checkpoint-minutes=10
     --keep-checkpoints=1"""
-PLACES = ("preset", "log_dir", "data_dir", "resume", "overwrite")  # do not change what is computed
-MOST = 8  # values that a sweep may add
-# Student's t for 95% intervals, by degrees of freedom
-T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
+NO_EFFECT = ("preset", "log_dir", "data_dir", "resume", "overwrite")  # on what is computed
+T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t for 95%, by degrees of freedom
 
 
 @dataclass
@@ -51,20 +49,20 @@ class CompareConfig:
     arm: UseAppendAction[tuple[str, ...]] = ()  # "name: flags", added to base's; repeat for more
     sweep: str = ""  # a setting to tune for every arm, such as learning_rate=4e-3,8e-3
     seeds: int = 4  # number of seeds; with --sweep, the first one tunes and the others judge
-    out: str = "log/compare"  # directory of the runs and the report
+    out: Path = Path("log/compare")  # directory of the runs and the report
 
 
 @dataclass
 class Arm:
-    """One of the recipes, and what becomes of it."""
+    """A recipe, and what becomes of it."""
 
     name: str
     copy: Path  # the repository that trains it
     flags: list[str]
-    known: dict  # what decides its losses: settings, data, code
+    recipe: dict[str, Any]  # what decides its losses: settings, data, code
     diff: str = ""  # what `patch -p1` needs to make its code of the base's
-    tried: list = field(default_factory=list)  # by the sweep: [value, loss or None]
-    value: float | None = None  # the best of them
+    tried: list[tuple] = field(default_factory=list)  # by the sweep: value, loss or None
+    tuned: dict = field(default_factory=dict)  # the sweep's setting and the best of them
     runs: list[dict] = field(default_factory=list)  # their outcomes, one for each judging seed
     against: dict = field(default_factory=dict)  # the comparison with the base
 
@@ -72,38 +70,43 @@ class Arm:
 # -- the command line
 
 
-def read_arms(c: CompareConfig) -> list[Arm]:
+def read_arms(config: CompareConfig) -> list[Arm]:
     """The base, then the other arms, which have its flags and their own."""
-    base = read_arm("base", c.base, QUIET.split())
+    base = read_arm("base", config.base, QUIET.split())
     arms = [base]
-    for text in c.arm:
+    for text in config.arm:
         name, _, flags = text.strip().partition(":")
         if not re.fullmatch(r"\w[\w.+-]*", name) or name in [arm.name for arm in arms]:
             raise UserError(f"--arm {text!r}: expected 'name: flags', each name one word and new")
         arm = read_arm(name, flags, base.flags)
-        if any(arm.known[name] != base.known[name] for name in ("val_tokens", "data")):
+        if any(arm.recipe[key] != base.recipe[key] for key in ("val_tokens", "data")):
             raise UserError(f"--arm {text!r}: needs the same data and val_tokens as the base")
         arm.diff = compare_code(base.copy, arm.copy)
         arms.append(arm)
-    if not c.arm:
+    if len(arms) == 1:
         raise UserError('nothing to compare with the base: add --arm "name: flags"')
     return arms
 
 
 ASK = """
 import dataclasses, json, sys
-sys.path.insert(0, sys.argv.pop(1))
 sys.argv[0] = "train_gpt2.py"
+sys.path.insert(0, sys.argv[1])
 import config
-asked = config.parse_command_line(sys.argv[1:])
-print(json.dumps([dataclasses.asdict(asked), config.check(asked, 1)]))
+settings, _ = config.parse_command_line(sys.argv[2:])
+problems = config.check(settings, 1)
+if not settings.val_every:
+    problems.append("val_every is 0, so nothing is measured")
+if problems:
+    sys.exit("; ".join(problems))
+print(json.dumps(dataclasses.asdict(settings)))
 """
 
 
 def read_arm(name: str, text: str, before: list[str]) -> Arm:
     """Parses an arm's flags with the copy that trains it. Its own override those in `before`."""
     own = shlex.split(text)
-    copy = HERE
+    copy = Path(__file__).parent
     if text.strip().startswith("@"):
         copy = Path(own.pop(0)[1:]).resolve()
     if not (copy / "train_gpt2.py").is_file():
@@ -112,17 +115,12 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     command = [sys.executable, "-c", ASK, str(copy), *flags, "--resume=auto"]
     answer = subprocess.run(command, capture_output=True, text=True)
     if answer.returncode:
-        raise UserError(f"{name}: train_gpt2.py refuses {text!r}\n{answer.stderr.strip()}")
-    config, problems = json.loads(answer.stdout)
-    if not config["val_every"]:
-        problems.append("val_every is 0, so nothing is measured")
-    if problems:
-        raise UserError(f"{name}: {'; '.join(problems)}")
-    data = Path(config["data_dir"])
-    known = {setting: value for setting, value in config.items() if setting not in PLACES}
-    known["data"] = identify(find_shards(data, "train") + find_shards(data, "val"))
-    known["code"] = hash_code(copy)
-    return Arm(name, copy, flags, known)
+        raise UserError(f"{name}: {text!r} is refused\n{answer.stderr.strip()}")
+    settings = json.loads(answer.stdout)
+    data = Path(settings["data_dir"])
+    shards = find_shards(data, "train") + find_shards(data, "val")
+    recipe = {key: value for key, value in settings.items() if key not in NO_EFFECT}
+    return Arm(name, copy, flags, recipe | dict(data=identify(shards), code=hash_code(copy)))
 
 
 def read_code(copy: Path) -> dict[str, bytes]:
@@ -149,7 +147,7 @@ def read_sweep(text: str, base: Arm) -> tuple[str, list]:
     """'learning_rate=4e-3,8e-3' -> the setting's name and its values, in order."""
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
-    kind: type = type(base.known.get(name))
+    kind: type = type(base.recipe.get(name))
     if kind not in (int, float):
         raise UserError(f"--sweep {text}: {name} is no number that train_gpt2.py knows")
     values = sorted({kind(value) for value in listed.split(",")})
@@ -161,30 +159,61 @@ def read_sweep(text: str, base: Arm) -> tuple[str, list]:
 # -- the runs
 
 
-def train(arm: Arm, changes: dict, out: Path) -> dict:
-    """Trains a run of an arm with changed settings, unless it is finished. Returns its outcome."""
+@dataclass
+class Trainer:
+    """Trains runs one after the other, and counts them."""
+
+    out: Path
+    total: int  # number of runs; a sweep may add some
+    done: int = 0
+    seconds: float = 0.0  # that the last run took
+    dtypes: dict[str, str] = field(default_factory=dict)  # what auto is: the first run measures it
+
+    def run(self, arm: Arm, changes: dict) -> dict:
+        """Trains an arm with changed settings, unless that is done. Returns the outcome."""
+        directory = locate(arm, changes, self.out)
+        dtype = arm.recipe["dtype"]
+        outcome = read_outcome(directory)
+        if outcome is None:
+            minutes = math.ceil(self.seconds * (self.total - self.done) / 60)
+            progress = f"run {self.done + 1} of {self.total}"
+            progress += f", about {minutes} min left" if minutes else ""
+            say(f"{progress}: training {directory}, see output.txt there")
+            outcome = train(arm, changes | {"dtype": self.dtypes.get(dtype, dtype)}, directory)
+        self.done += 1
+        self.seconds = outcome.get("seconds", [self.seconds])[-1]
+        self.dtypes[dtype] = outcome["dtype"]
+        say(f"{directory}: {show_loss(outcome['val_loss'])}")
+        return outcome
+
+
+def locate(arm: Arm, changes: dict, out: Path) -> Path:
+    """The directory of a run. Its name ends with a hash of all that decides the losses."""
     changed = [f"{setting}={value}" for setting, value in changes.items()]
-    known = json.dumps(arm.known | changes, sort_keys=True)
-    code = hashlib.sha256(known.encode()).hexdigest()[:8]
-    directory = out / arm.name / "_".join([*changed, code])
-    if read_outcome(directory) is None:
-        if hash_code(arm.copy) != arm.known["code"]:
-            raise UserError(f"{arm.copy} has changed since the start: repeat the command")
-        say(f"{directory}: training, see output.txt there")
-        flags = arm.flags + [f"--{change}" for change in changed]
-        flags += [f"--log-dir={directory}", "--resume=auto"]
-        run_process([sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory)
+    recipe = json.dumps(arm.recipe | changes, sort_keys=True)
+    return out / arm.name / "_".join([*changed, hashlib.sha256(recipe.encode()).hexdigest()[:8]])
+
+
+def train(arm: Arm, changes: dict, directory: Path) -> dict:
+    """Trains a run, or the rest of one that was interrupted. Returns its outcome."""
+    if hash_code(arm.copy) != arm.recipe["code"]:
+        raise UserError(f"{arm.copy} has changed since the start: repeat the command")
+    settings = changes | {"log-dir": directory, "resume": "auto"}
+    flags = arm.flags + [f"--{setting}={value}" for setting, value in settings.items()]
+    run_process([sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory)
     outcome = read_outcome(directory)
     if outcome is None:
-        raise UserError(f"{directory}: {last_line(directory) or 'ended early'}")
-    say(f"{directory}: {show_loss(outcome['val_loss'])}")
+        output = (directory / "output.txt").read_text(errors="replace").strip()
+        raise UserError(f"{directory}: {(output or 'ended early').splitlines()[-1]}")
     return outcome
 
 
 def run_process(command: list[str], directory: Path) -> None:
     """Runs a training to its end. If this process is interrupted, the training saves and stops."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "output.txt", "ab") as output:
+    with writing(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        output = open(directory / "output.txt", "ab")  # noqa: SIM115
+    with output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         process.wait()
@@ -201,37 +230,32 @@ def read_outcome(directory: Path) -> dict | None:
     if not (directory / "log.txt").exists():
         return None
     run = read_run(directory)
-    about: dict = dict(directory=directory, git=run.records[0]["git"])
-    if re.search(r"step \d+: the (validation )?loss is", last_line(directory)):
-        return about | dict(val_loss=None)
-    if run.records[-1]["type"] != "end":
-        return None
-    steps, losses = run.series("val_loss", "val")
-    updates, wall = run.series("wall")
-    return about | dict(
-        val_loss=losses[-1],
-        losses=losses,
-        tokens=[step * run.config["total_batch_size"] for step in steps],
-        seconds=np.interp(steps, [0, *np.add(updates, 1)], [0, *wall]).tolist(),
-    )
+    first = run.records[0]
+    outcome = dict(directory=directory, git=first["git"], dtype=first["dtype"], val_loss=None)
+    end = run.records[-1]["type"]
+    if end == "end":
+        steps, losses = run.series("val_loss", "val")
+        updates, wall = run.series("wall")
+        outcome |= dict(
+            val_loss=losses[-1],
+            losses=losses,
+            tokens=[step * run.config["total_batch_size"] for step in steps],
+            seconds=np.interp(steps, [0, *np.add(updates, 1)], [0, *wall]).tolist(),
+        )
+    return outcome if end in ("end", "diverged") else None
 
 
-def last_line(directory: Path) -> str:
-    """What a run printed last: the reason, if it failed."""
-    lines = (directory / "output.txt").read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
-
-
-def tune(arm: Arm, sweep: str, values: list, seed: int, out: Path) -> None:
-    """Tries the values, then more until the best one is not at an end."""
-    missing = values
-    while missing and len(arm.tried) < len(values) + MOST:
-        for value in missing:
-            loss = train(arm, {sweep: value, "seed": seed}, out)["val_loss"]
-            arm.tried.append([value, loss])
-        arm.tried.sort()
-        arm.value = min(arm.tried, key=lambda tried: tried[1] or math.inf)[0]
-        missing = widen([value for value, _ in arm.tried], arm.value)
+def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> None:
+    """Tries the values, then up to 8 more until the best one is not at an end."""
+    most = len(values) + 8
+    while values and len(arm.tried) < most:
+        outcomes = [trainer.run(arm, {sweep: value, "seed": seed}) for value in values]
+        losses = [outcome["val_loss"] for outcome in outcomes]
+        arm.tried = sorted([*arm.tried, *zip(values, losses, strict=True)])
+        best, _ = min(arm.tried, key=lambda tried: tried[1] or math.inf)
+        arm.tuned = {sweep: best}
+        values = widen([value for value, _ in arm.tried], best)
+        trainer.total += len(values)
 
 
 def widen(tried: list, best: float) -> list:
@@ -246,22 +270,20 @@ def widen(tried: list, best: float) -> list:
 
 def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) -> dict:
     """Trains what is missing. Returns the content of compare.json."""
-    judging = [arms[0].known["seed"] + i for i in range(seeds)]
-    if sweep:
-        tuning = judging.pop(0)
-        for arm in arms:
-            tune(arm, sweep, values, tuning, out)
-    for seed in judging:
-        for arm in arms:  # in turn: a slow hour slows all of them
-            changes = {sweep: arm.value} if sweep else {}
-            arm.runs.append(train(arm, changes | {"seed": seed}, out))
+    seed = arms[0].recipe["seed"]
+    judging = range(seed + 1 if sweep else seed, seed + seeds)
+    trainer = Trainer(out, len(arms) * (len(values) + len(judging)))
+    for arm in arms:
+        tune(arm, sweep, values, seed, trainer)
+    for judge in judging:
+        for arm in arms:  # in turn: a slow hour slows all arms
+            arm.runs.append(trainer.run(arm, arm.tuned | {"seed": judge}))
     for arm in arms[1:]:
         arm.against = compare_pairs(arm.name, arm.runs, arms[0].runs)
     return dict(
-        command=f"python compare.py {shlex.join(sys.argv[1:])}",
         sweep=sweep,
         about=read_run(arms[0].runs[0]["directory"]).records[0],
-        base=arms[0].known,
+        base=arms[0].recipe,
         arms=[asdict(arm) for arm in arms],
     )
 
@@ -277,17 +299,13 @@ def compare_pairs(name: str, runs: list[dict], base: list[dict]) -> dict:
     if abs(mean) > half:
         side = "lower" if mean < 0 else "higher"
         verdict = f"{name} is {side} by {show_interval(abs(mean), half)}"
-    return dict(
-        differences=differences,
-        mean=mean,
-        half=half,
-        verdict=verdict,
-        tokens=[reach(run, other, "tokens") for run, other in pairs],
-        seconds=[reach(run, other, "seconds") for run, other in pairs],
-    )
+    result: dict = dict(verdict=verdict, differences=differences, mean=mean, half=half)
+    for by in ("tokens", "seconds"):
+        result[by] = [reach(run, other, by) for run, other in pairs]
+    return result
 
 
-def interval(differences: list[float]) -> tuple:
+def interval(differences: list[float]) -> tuple[Any, Any]:
     """The mean of at least two differences, and half of its 95% interval (paired t)."""
     n = len(differences)
     # beyond the table, the series of Fisher and Cornish (1960)
@@ -296,7 +314,7 @@ def interval(differences: list[float]) -> tuple:
 
 
 def reach(run: dict, base: dict, by: str) -> float | None:
-    """The tokens or seconds until a run reaches the base's final loss, as a part of the base's.
+    """The tokens or seconds until a run reaches the base's final loss, over the base's own.
 
     None if it never does. Between evaluations we draw straight lines through the lowest losses.
     """
@@ -311,45 +329,46 @@ def show_interval(mean: float, half: float) -> str:
     return f"{mean:.{digits}f} ± {half:.{digits}f}"
 
 
+# -- the page
+
+PAGE = """\
+`{command}`
+
+The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens. \
+{device[name]}, revision {git}, {dtype}.
+
+| arm | validation loss | against base | tokens | minutes |
+| --- | ---: | ---: | ---: | ---: |
+{rows}
+
+{verdicts}
+
+Validation loss: mean and standard deviation of the seeds. Against base: the mean difference of two
+runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
+the base needs; then, for each seed, the part of it after which an arm has the base's final loss.
+Evaluations and compilation are in the minutes.
+"""
+
+
 def show_loss(loss: float | None) -> str:
     return "diverged" if loss is None else f"{loss:.4f}"
 
 
-# -- the page
-
-EXPLANATION = """\
-Validation loss: mean and standard deviation of the seeds. Against base: the mean difference of two
-runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
-the base needs; then, for each seed, the part of it after which an arm has the base's final loss.
-Evaluations and compilation are in the minutes."""
-
-
-def write_report(result: dict) -> str:
+def format_page(result: dict) -> str:
     """compare.json's content as a page of Markdown."""
-    about = result["about"]
-    base = result["base"] | about.get("model", {})  # --init-from has own sizes
-    what = "{n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens"
-    lines = [
-        f"`{result['command']}`",
-        "",
-        f"The base: {what.format(**base)}. {about['device']['name']}, revision "
-        f"{about['git']}, {about['dtype']}.",
-        "",
-        "| arm | validation loss | against base | tokens | minutes |",
-        "| --- | ---: | ---: | ---: | ---: |",
-        *[f"| {' | '.join(describe_arm(arm))} |" for arm in result["arms"]],
-        "",
-        *[f"- {arm['against']['verdict']}." for arm in result["arms"][1:]],
-        "",
-        EXPLANATION,
-    ]
+    arms = result["arms"]
+    rows = [f"| {' | '.join(describe_arm(arm))} |" for arm in arms]
+    verdicts = [f"- {arm['against']['verdict']}." for arm in arms[1:]]
+    facts = dict(rows="\n".join(rows), verdicts="\n".join(verdicts), command=result["command"])
+    sizes = result["about"].get("model", {})  # --init-from has its own
+    page = PAGE.format(**result["base"] | result["about"] | sizes | facts)
     if result["sweep"]:
-        lines += ["", f"{result['sweep']}, tuned on another seed:", ""]
-        lines += [f"- {arm['name']}: {describe_sweep(arm)}" for arm in result["arms"]]
-    return "\n".join(lines) + "\n"
+        page += f"\n{result['sweep']}, tuned on another seed:\n\n"
+        page += "".join(f"- {arm['name']}: {describe_sweep(arm)}\n" for arm in arms)
+    return page
 
 
-def describe_arm(arm: dict) -> list:
+def describe_arm(arm: dict) -> list[str]:
     """Its row: name and loss; then how it compares with the base, or what the base needs."""
     runs = arm["runs"]
     against = arm["against"]
@@ -364,15 +383,15 @@ def describe_arm(arm: dict) -> list:
         minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
         return [*cells, "", f"{runs[0]['tokens'][-1]:,}", f"{minutes:.1f}"]
     cells.append(show_interval(against["mean"], against["half"]))
-    for parts in (against["tokens"], against["seconds"]):
-        known = ["never" if part is None else f"{part:.2f}" for part in parts]
-        cells.append(", ".join(known) if any(parts) else "never")
+    for fractions in (against["tokens"], against["seconds"]):
+        shown = ["never" if x is None else f"{x:.2f}" for x in fractions]
+        cells.append(", ".join(shown) if any(fractions) else "never")
     return cells
 
 
 def describe_sweep(arm: dict) -> str:
     """The losses with the values that were tried, and reasons to doubt the best."""
-    best = arm["value"]
+    [best] = arm["tuned"].values()
     tried = dict(arm["tried"])
     shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried.items())
     text = f"{best:g} is the best of {shown}"
@@ -389,29 +408,29 @@ def describe_sweep(arm: dict) -> str:
 # -- the command
 
 
-def main() -> None:
-    texts = ("--base", "--arm")  # for tyro "--preset x" is a flag, " --preset x" a value
-    args = [f" {value}" if flag in texts else value for flag, value in pairwise(sys.argv)]
-    c = tyro.cli(CompareConfig, args=args)
-    out = Path(c.out)
+def main(args: list[str]) -> None:
+    # for tyro "--preset x" is a flag, " --preset x" a value
+    spaced = [f" {v}" if flag in ("--base", "--arm") else v for flag, v in pairwise(["", *args])]
+    config = parse_flags(CompareConfig, spaced)
     try:
-        arms = read_arms(c)
-        sweep, values = read_sweep(c.sweep, arms[0]) if c.sweep else ("", [])
-        if c.seeds < (3 if sweep else 2):
-            raise UserError(f"--seeds {c.seeds}: at least 2 to judge, and 1 more to tune a --sweep")
+        arms = read_arms(config)
+        sweep, values = read_sweep(config.sweep, arms[0]) if config.sweep else ("", [])
+        if config.seeds < (3 if sweep else 2):
+            raise UserError("--seeds: at least 2 to judge, and 1 more to tune a --sweep")
     except ValueError as error:  # a UserError, or "No closing quotation"
-        print(f"compare.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        raise UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    result = compare(arms, sweep, values, c.seeds, out)
-    report = write_report(result)
+    out = config.out
+    result = compare(arms, sweep, values, config.seeds, out)
+    result["command"] = f"python compare.py {shlex.join(args)}"
+    page = format_page(result)
     for arm in arms:
         if arm.diff:
             write_whole(out / f"{arm.name}.diff", arm.diff.encode())
-    write_whole(out / "compare.md", report.encode())
+    write_whole(out / "compare.md", page.encode())
     write_whole(out / "compare.json", json.dumps(result, indent=1, default=str).encode())
     save_picture(plot_comparison(result), out / "compare.png")
-    say(f"\n{report}\nkept as compare.md, compare.json and compare.png in {out}")
+    say(f"\n{page}\nkept as compare.md, compare.json and compare.png in {out}")
 
 
 if __name__ == "__main__":

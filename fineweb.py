@@ -5,9 +5,9 @@
     python fineweb.py --source 'mine/*.jsonl' notes.txt       your own text
 
 A thread reads text (`read_batches`), worker processes turn it into tokens (`tokenize`), and `pack`
-cuts the stream of tokens into shards. `save_shard` writes each shard whole or not at all, and
-notes in `manifest.json` where to resume. Kill it at any time and start it again: the shards are
-byte for byte the same. Memory stays flat: under 1 GB for this process.
+cuts the stream of tokens into shards. `save_shard` writes each whole or not at all, and notes in
+`manifest.json` where to resume. A run that is killed and started again, at any time, makes the
+same shards, byte for byte. Memory stays flat: under 1 GB for this process.
 """
 
 import glob
@@ -19,22 +19,29 @@ import re
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 
-from support.common import UserError, hash_file, write_whole
+from support.common import (
+    Count,
+    CountOrZero,
+    Range,
+    UsageError,
+    UserError,
+    hash_file,
+    parse_flags,
+    write_whole,
+)
 from support.decontaminate import Benchmark, cut_out
 from support.shards import write_shard
-from support.text import Text, find_changes, find_sources, read_batches
+from support.text import File, Place, Text, find_changes, find_sources, one_sentence, read_batches
 from support.tokenizer import EOT, encode_to_arrays
 from support.workers import map_ahead, run_and_exit, start_pool
-
-NOT_SHAPING = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
-SHORTEST = 128  # tokens: the quickstart's sequences; other presets have longer ones
 
 
 @dataclass
@@ -48,12 +55,12 @@ class Config:
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, data/NAME for other sources
     name: str = ""  # the shards' names begin with it; default: from the source
-    shard_size: int = 100_000_000  # tokens per shard, two bytes each
+    shard_size: Count = 100_000_000  # tokens per shard, two bytes each
     # tokens of the first shard, or a few more, up to the end of a document; 0 = a whole shard,
     # or 5% of the text if it fills fewer than two shards
-    val_tokens: int = 0
-    max_tokens: int = 0  # where to stop; 0 = at the end
-    workers: int = 0  # processes that tokenize; 0 = one per core
+    val_tokens: CountOrZero = 0
+    max_tokens: CountOrZero = 0  # where to stop; 0 = at the end
+    workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
     column: str = "text"  # with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
@@ -69,16 +76,15 @@ COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what the manifest c
 
 
 def tokenize(texts: list[Text]) -> tuple[np.ndarray, dict[str, int]]:
-    """Texts → uint16 tokens, without what the benchmark has too; and the COUNTS of these texts."""
+    """Tokenizes texts, without what the benchmark has too. Returns uint16 tokens and COUNTS."""
     tokens = [START[:0]]
     counts: Counter = Counter()
     for text, starts in texts:
         spans, cuts = cut_out(text, benchmark_of_worker.find(text) if benchmark_of_worker else [])
         for start, end in spans:
-            parts = encode_to_arrays(text[start:end])
-            if starts or start > 0:  # what is left behind a cut is a document of its own
-                parts.insert(0, START)
-            tokens += parts
+            if starts or start > 0:  # the text behind a cut is a document of its own
+                tokens.append(START)
+            tokens += encode_to_arrays(text[start:end])
         counts.update(documents=starts, contaminated=cuts > 0, cuts=cuts, dropped=not spans)
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe"), counts  # all below 2**16
 
@@ -96,11 +102,9 @@ def prepare_worker(benchmark: Benchmark | None) -> None:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Where a shard begins: a batch, a token in it, and the counts before the batch."""
+    """Where a shard begins."""
 
-    file: int  # the number of the file in which the batch begins
-    text: int  # the number of its first text in this file
-    last: int  # the number of the file in which it ends
+    place: Place  # of the batch in which it begins
     counts: dict[str, int]  # COUNTS of all texts before the batch
     token: int = 0  # tokens of the batch that earlier shards hold
 
@@ -108,11 +112,11 @@ class Cursor:
 Stream = Iterator[tuple[Cursor, np.ndarray]]  # batch after batch: where it begins, its tokens
 
 
-def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar) -> Stream:
+def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> Stream:
     """Yields each batch, up to `limit` tokens in all, and adds its COUNTS to `counts`."""
-    for (file, text, last), (tokens, counted) in batches:
-        cursor = Cursor(file, text, last, dict(counts))
-        counts.update(counted)
+    for place, (tokens, added) in batches:
+        cursor = Cursor(place, dict(counts))
+        counts.update(added)
         bar.update(len(tokens[:limit]))
         yield cursor, tokens[:limit]
         limit -= len(tokens)
@@ -124,47 +128,39 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar) -> Stream
 
 
 def pack(
-    stream: Stream,
-    shard_size: int,
-    val_tokens: int,
-    index: int = 0,
-    done: int = 0,
-    held_out: int = 0,
+    stream: Stream, size: int, val_tokens: int, index: int = 0, done: int = 0, held_out: int = 0
 ) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
-    """Cuts the stream into shards: yields (index, tokens in parts, cursor).
+    """Cuts the stream into shards of `size` tokens: yields (index, its tokens in slices, cursor).
 
-    Documents lie end to end. A shard may end inside a document, because training reads one long
-    stream: nothing has to be padded, dropped or put in another order. A shard is a list of slices
-    of the batches, to be written one after another: nothing is copied.
+    Documents lie end to end, and a shard may end inside one, because training reads one long
+    stream. The slices of the batches are written one after another: nothing is copied.
 
     The cursor with a shard says where the next one begins. To resume there, give a stream that
     starts with its batch, and its `token` as `done`. The shards depend on no other state, so a
     killed run makes the same shards as an uninterrupted one.
 
-    Shard 0 is for validation and may have another size. It depends on the amount of text, so pack
-    first reads as many tokens as two shards hold.
+    Shard 0 is for validation. Its size depends on the first tokens, as many as two shards hold.
     """
-    missing = shard_size  # tokens, until the shard is full
+    missing = size  # tokens, until the shard is full
     if index == 0:
-        head = take_tokens(stream, 2 * shard_size)
-        first = [tokens for _, tokens in head]
-        missing = choose_val_tokens(first, shard_size, val_tokens, held_out)
-        stream = itertools.chain(pop_all(head), stream)
-    parts: list[np.ndarray] = []
+        head = take_tokens(stream, 2 * size)
+        missing = choose_val_tokens([t for _, t in head], size, val_tokens, held_out)
+        # each batch leaves `head` as it is packed: a list would hold all of them to the end
+        stream = itertools.chain((head.popleft() for _ in range(len(head))), stream)
+    slices: list[np.ndarray] = []
     for cursor, tokens in stream:
         while done < len(tokens):
-            part = tokens[done : done + missing]
-            parts.append(part)
-            done += len(part)
-            missing -= len(part)
+            slices.append(tokens[done : done + missing])
+            done += len(slices[-1])
+            missing -= len(slices[-1])
             if not missing:
-                yield index, parts, replace(cursor, token=done)
+                yield index, slices, replace(cursor, token=done)
                 index += 1
-                parts = []
-                missing = shard_size
+                slices = []
+                missing = size
         done = 0
-    if parts:
-        yield index, parts, replace(cursor, token=len(tokens))
+    if slices:
+        yield index, slices, replace(cursor, token=len(tokens))
 
 
 def take_tokens(stream: Stream, count: int) -> deque:
@@ -176,15 +172,7 @@ def take_tokens(stream: Stream, count: int) -> deque:
     return head
 
 
-def pop_all(head: deque) -> Iterator:
-    """Yields each item and keeps none: itertools.chain(head) would hold all to the end."""
-    while head:
-        yield head.popleft()
-
-
-def choose_val_tokens(
-    head: list[np.ndarray], shard_size: int, val_tokens: int, held_out: int = 0
-) -> int:
+def choose_val_tokens(head: list, shard_size: int, val_tokens: int, held_out: int) -> int:
     """The number of tokens for validation. head: the tokens of two shards, or all if fewer.
 
     If a source holds out documents, it is what the first `held_out` have. Else it is `val_tokens`,
@@ -193,7 +181,7 @@ def choose_val_tokens(
     """
     begins = np.cumsum([0, *map(len, head)])
     total = int(begins[-1])
-    starts = [at + np.flatnonzero(part == EOT) for at, part in zip(begins, head, strict=False)]
+    starts = [at + np.flatnonzero(batch == EOT) for at, batch in zip(begins, head, strict=False)]
     documents = np.concatenate([np.zeros(0, int), *starts])
     if held_out:
         wanted = int(documents[held_out]) if held_out < len(documents) else total
@@ -206,19 +194,12 @@ def choose_val_tokens(
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
     near = documents[(documents >= wanted) & (documents <= min(2 * wanted, shard_size))]
-    val = int(near[0]) if len(near) else wanted
-    if (fewest := min(val, total - val)) <= SHORTEST:
-        split = "val" if fewest == val else "train"
-        told = f"warning: the {split} split has {fewest} tokens, less than a sequence of any preset"
-        print(f"{told}: add text, or change --val-tokens", file=sys.stderr)
-    return val
+    return int(near[0]) if len(near) else wanted
 
 
 # -- the manifest: how the shards were made, what is in them, where to go on
 
 MANIFEST = "manifest.json"
-KEYS = {"options", "sources", "shards", "tokens", "counts", "cursor"}
-GONE = {"deduplicate": False}  # removed options, with the only value that still works
 
 
 def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
@@ -233,44 +214,41 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
         "cursor": {"file": 0, "text": 0, "token": 0},
     }
     if not (folder / MANIFEST).exists():
-        if strange := sorted(folder.glob("*.npy")):
-            raise UserError(f"{folder} holds {strange[0].name}; choose another --data-dir")
+        if others := sorted(folder.glob("*.npy")):
+            raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
-    before = GONE | manifest["options"]
     changes = [
-        f"--{key.replace('_', '-')} was {before[key]}, not {value}"
-        for key, value in (GONE | options).items()
-        if before.get(key, value) != value  # older manifests lack some
+        f"--{key.replace('_', '-')} was {manifest['options'][key]}, not {value}"
+        for key, value in options.items()
+        if manifest["options"][key] != value
     ]
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
-    if "files" in manifest:
-        all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
-        changes += find_changes(options["source"], manifest["files"], all_read)
+    all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
+    changes += find_changes(manifest["options"], manifest["files"], all_read)
     if changes and not overwrite:
-        told = f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all)"
-        raise UserError(f"{told}; choose another --data-dir, or make it anew with --overwrite")
+        raise UserError(
+            f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
+            "choose another --data-dir, or make it anew with --overwrite"
+        )
     return first if overwrite and (changes or not manifest["cursor"]) else manifest
 
 
 def read_manifest(folder: Path) -> dict:
     """Raises UserError if the manifest is missing, or is not what `write_manifest` has written."""
     path = folder / MANIFEST
-    try:
-        manifest = dict(json.loads(path.read_bytes()))
-        written = manifest.pop("checksum", None)  # the oldest have none
-        if written not in (None, checksum(manifest)) or KEYS - manifest.keys():
-            raise ValueError("it is incomplete, or its checksum differs")
-    except (OSError, ValueError, TypeError) as error:
-        told = f"{path} cannot be read ({error!r})"
-        raise UserError(f"{told}; to verify or to go on, put back a copy") from error
+    with one_sentence(f"{path} cannot be read"):
+        manifest = json.loads(path.read_bytes())
+        if manifest.pop("checksum") != checksum(manifest):
+            raise UserError(f"{path} is damaged; to verify or to go on, put back a copy")
     return manifest
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     text = json.dumps(manifest | {"checksum": checksum(manifest)}, indent=1) + "\n"
-    write_whole(folder / MANIFEST, text.encode())
+    with one_sentence(f"{folder} cannot be written", OSError):
+        write_whole(folder / MANIFEST, text.encode())
 
 
 def checksum(manifest: dict) -> str:
@@ -281,15 +259,9 @@ def checksum(manifest: dict) -> str:
 def verify_shards(folder: Path) -> str:
     """Compares each shard with its SHA-256 in the manifest. Raises UserError if they differ."""
     recorded = {shard["name"]: shard["sha256"] for shard in read_manifest(folder)["shards"]}
-    damaged = [
-        name
-        for name, sha256 in recorded.items()
-        if not (folder / name).exists() or hash_file(folder / name) != sha256
-    ]
-    if damaged:
-        raise UserError(
-            f"{folder}: missing or damaged: {', '.join(damaged)}; --overwrite makes all anew"
-        )
+    present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
+    if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
+        raise UserError(f"{folder}: missing or damaged: {damaged}; --overwrite makes all anew")
     return f"{folder}: all {len(recorded)} shards are as they were written"
 
 
@@ -297,49 +269,55 @@ def verify_shards(folder: Path) -> str:
 
 
 def make_shards(config: Config, folder: Path) -> str:
-    """Fills the folder with shards. Returns a sentence about what is in it then."""
+    """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     from filelock import FileLock, Timeout
 
-    options = {key: value for key, value in asdict(config).items() if key not in NOT_SHAPING}
-    options["source"] = list(config.source)
-    try:
-        new = [path for path in (folder, *folder.parents) if not path.exists()]
+    options = asdict(config) | {"source": list(config.source)}
+    for flag in ("data_dir", "workers", "overwrite", "verify"):  # they do not change the shards
+        del options[flag]
+    with one_sentence(f"{folder} cannot be written", OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    try:
         with FileLock(folder / ".lock", timeout=1):  # a killed process's workers hold it a moment
             manifest = open_manifest(folder, options, config.overwrite)
             if not manifest["cursor"]:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
-            try:
-                write_shards(config, folder, manifest)
-            finally:
-                if new and not (folder / MANIFEST).exists():  # folders come with the first shard
-                    (folder / ".lock").unlink()
-                    for path in new:
-                        path.rmdir()
+            files = find_sources(options, manifest["sources"])
+            files.sort(key=lambda file: not file.held_out)
+            write_shards(config, folder, manifest, files)
     except Timeout:
         raise UserError(f"another process is writing to {folder}: wait for it") from None
-    except OSError as error:  # of writing: errors of reading are UserErrors
-        raise UserError(f"{folder} cannot be written ({error}); fix that to go on") from None
     except BrokenProcessPool:
         raise UserError("a worker was killed: to go on, try fewer --workers") from None
-    counted = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
+    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
     return (
-        f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counted})"
+        f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})\n"
+        f"for validation: {describe_validation(manifest, files[0])}"
     )
 
 
-def write_shards(config: Config, folder: Path, manifest: dict) -> None:
+def describe_validation(manifest: dict, file: File) -> str:
+    """Which part of the text is for validation. file: the first one."""
+    tokens = manifest["shards"][0]["tokens"]
+    amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
+    if file.held_out:
+        return f"{amount}, the packages that are held out"
+    advice = "name its file first in --source, and its number of tokens with --val-tokens"
+    choice = f", from {file.name}; to choose another text, {advice}" if file.local else ""
+    return f"the first {amount}{choice}"
+
+
+def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]) -> None:
     """Writes the shards that are missing, each while the next one is filled."""
     from tqdm import tqdm
 
-    found = find_sources(config.source, config.column, config.revision, manifest["sources"])
-    files = sorted(found, key=lambda file: not file.held_out)
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
-    start = manifest["cursor"]
-    for left in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
-        left.unlink()  # a killed process left them
-    # the first start["token"] tokens of the stream are written already
-    limit = start["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
+    begin = manifest["cursor"]
+    for path in (*folder.glob(f".{config.name}_*.npy.*.tmp"), *folder.glob(f".{MANIFEST}.*.tmp")):
+        path.unlink()  # a killed process left it
+    # the first begin["token"] tokens of the stream are written already
+    limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])
     pool = start_pool(config.workers, prepare_worker, benchmark)
     bar = tqdm(
@@ -351,37 +329,34 @@ def write_shards(config: Config, folder: Path, manifest: dict) -> None:
         disable=None,  # None: only in a terminal
     )
     # each of these steps is lazy: it works when the next one asks
-    texts = read_batches(files, start["file"], start["text"])
+    texts = read_batches(files, begin["file"], begin["text"])
     batches = map_ahead(pool, tokenize, texts, ahead=2 * config.workers + 1)
     stream = stream_tokens(batches, limit, counts, bar)
     shards = pack(
         stream,
-        shard_size=config.shard_size,
-        val_tokens=config.val_tokens,
+        config.shard_size,
+        config.val_tokens,
         index=len(manifest["shards"]),
-        done=start["token"],
+        done=begin["token"],
         held_out=sum(file.held_out for file in files),
     )
     with bar, ThreadPoolExecutor(1) as writer:
-        writing: list[Future] = []
-        for index, parts, cursor in shards:
-            read = {file.name: file.stamp for file in files[: cursor.last + 1] if file.stamp}
-            while writing:
-                writing.pop().result()  # never two at a time: shards are large
-            writing.append(writer.submit(save_shard, folder, manifest, index, parts, cursor, read))
-        while writing:
-            writing.pop().result()
+        writing = writer.submit(lambda: None)  # never two at a time: shards are large
+        for shard in shards:
+            writing.result()
+            writing = writer.submit(save_shard, folder, manifest, files, *shard)
+        writing.result()
     if manifest["tokens"] != config.max_tokens:
-        manifest.get("files", {}).update({file.name: file.stamp for file in files if file.stamp})
+        manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
     manifest["counts"] = dict(counts)
     manifest["cursor"] = None
     write_manifest(folder, manifest)
 
 
 def save_shard(
-    folder: Path, manifest: dict, index: int, parts: list[np.ndarray], cursor: Cursor, read: dict
+    folder: Path, manifest: dict, files: list[File], index: int, slices: list, cursor: Cursor
 ) -> None:
-    """Writes a shard, then the manifest: there is always a place to go on from. read: stamps."""
+    """Writes a shard, then the manifest: there is always a place to go on from."""
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
             old = glob.escape(read_manifest(folder)["options"]["name"])
@@ -390,13 +365,16 @@ def save_shard(
         write_manifest(folder, manifest)
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
-    count = sum(map(len, parts))
-    sha256 = write_shard(folder / name, parts)
+    count = sum(map(len, slices))
+    with one_sentence(f"{folder} cannot be written", OSError):
+        sha256 = write_shard(folder / name, slices)
+    file, text, last, stamp = cursor.place
+    stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
+    manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})
     manifest["tokens"] += count
     manifest["counts"] = cursor.counts
-    manifest["cursor"] = {key: getattr(cursor, key) for key in ("file", "text", "token")}
-    manifest.get("files", {}).update(read)
+    manifest["cursor"] = {"file": file, "text": text, "token": cursor.token}
     write_manifest(folder, manifest)
 
 
@@ -404,37 +382,28 @@ def load_benchmark(path: str) -> Benchmark:
     """HellaSwag's validation set, each ending behind its context."""
     from hellaswag import iterate_examples
 
-    return Benchmark(
-        f"{x['ctx']} {ending}" for x in iterate_examples("val", path) for ending in x["endings"]
-    )
+    examples = iterate_examples(path)
+    return Benchmark(f"{x['ctx']} {ending}" for x in examples for ending in x["endings"])
 
 
 # -- the command line
 
 
 def check_flags(config: Config) -> None:
-    """Raises UserError with all that is wrong with the command line."""
-    limits = {
-        "shard_size": (1, sys.maxsize),
-        "val_tokens": (0, config.shard_size),
-        "max_tokens": (0, sys.maxsize),
-        "workers": (0, 1000),
-    }
-    problems = [
-        f"--{key.replace('_', '-')} {getattr(config, key)} is not between {least} and {most}"
-        for key, (least, most) in limits.items()
-        if not least <= getattr(config, key) <= most
-    ]
+    """Raises UsageError with all flags that do not fit each other."""
+    problems = []
+    if config.val_tokens > config.shard_size:
+        problems.append(f"--val-tokens {config.val_tokens}: --shard-size is {config.shard_size}")
     if not config.source:
         problems.append("--source names nothing to read")
-    if "python" in config.source:
-        if "stdlib" in config.source:
-            problems.append("--source python contains stdlib: leave stdlib out")
-        if config.val_tokens or config.decontaminate:
-            told = "--source python holds out whole packages"
-            problems.append(f"{told}: leave out --val-tokens and --decontaminate")
+    other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
+    if "python" in config.source and other_rule:
+        problems.append(
+            "--source python contains stdlib, and holds out whole packages: "
+            "leave out stdlib, --val-tokens and --decontaminate"
+        )
     if problems:
-        raise UserError("; ".join(problems))
+        raise UsageError(*problems)
 
 
 def name_after(source: str) -> str:
@@ -445,20 +414,15 @@ def name_after(source: str) -> str:
     return re.sub(r"[^A-Za-z0-9-]", "", last).lower() or "text"
 
 
-def main() -> None:
-    import tyro
-
-    config = tyro.cli(Config)
+def main(args: list[str]) -> None:
+    config = parse_flags(Config, args)
     check_flags(config)
     config.name = config.name or name_after(config.source[0])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     config.workers = config.workers or cores or 1
     default = "edu_fineweb10B" if config.source == Config.source else f"data/{config.name}"
     folder = Path(config.data_dir or default)
-    if config.verify:
-        print(verify_shards(folder))
-    else:
-        print(make_shards(config, folder))
+    print(verify_shards(folder) if config.verify else make_shards(config, folder))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
 """Attention's backward pass on a CPU in bfloat16. torch.compile uses it instead of PyTorch's.
 
-PyTorch's kernel works on small tiles. It reaches a tenth of the speed of a CPU's bfloat16 units.
-This code does the work in a few large products, and the compiler fuses the rest.
+PyTorch's kernel works on small tiles, at a tenth of the speed of a CPU's bfloat16 units. This code
+works in a few large products, and the compiler fuses the rest.
 """
 
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 BLOCK = 256  # the fewest keys at a time; at most four blocks, because each is compiled
 
@@ -24,14 +26,25 @@ def replace_attention_backward() -> None:
     torch.compiler.config.cache_key_tag = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
-def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale=None):
+def backward(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> Any:
     """dq, dk, dv from dy, the gradient of y. All are (B, nh, T, hs); lse is (B, nh, T).
 
     As in FlashAttention (Dao et al. 2022, appendix B.2), for a block of keys and all later queries:
     s = q kᵀ scale, p = exp(s - lse), dv = pᵀ dy, ds = p (dy vᵀ - rowsum(dy y)) scale, dq = ds k,
     dk = dsᵀ q. Rounding to bfloat16 changes an s of 40 by 0.1, and p by a tenth. So we subtract lse
-    inside the product (`minus`). Results that matter are then near zero and lose little to
-    rounding. We subtract the row sums in the same way.
+    inside the product (`minus`), and the row sums, too. Results that matter are then near zero and
+    lose little to rounding.
     """
     plain = is_causal and attn_mask is None and dropout_p == 0 and q.shape == k.shape
     if q.dtype != torch.bfloat16 or not plain:
@@ -62,7 +75,7 @@ def backward(dy, q, k, v, y, lse, dropout_p, is_causal, *, attn_mask=None, scale
     return dq.to(q.dtype), torch.cat(dk, -2), torch.cat(dv, -2)
 
 
-def minus(x, subtracted):
+def minus(x: Tensor, subtracted: Tensor) -> Tensor:
     """x (…, hs) with two more columns. Their product with ones is -subtracted (…, 1), to 16 bits.
 
     A product is summed in float32 and rounded at the end. Dekker's method (1971) splits off the

@@ -4,13 +4,18 @@ It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the
 files, to find later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
 """
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,24 +23,42 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from support.common import UserError, first_line, hash_file, sync
-from support.fingerprint import EMBEDDING, HEAD
+from support.common import UserError, first_line, hash_file, sync, writing
+
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
-VERSION = 3  # of the training state; 2 knew less of the data, 1 had them in another order
+VERSION = 3  # of the training state
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
 @dataclass
-class Found:
+class Checkpoint:
     """A checkpoint to go on from, and the damaged ones that are newer."""
 
     path: Path
-    state: dict
+    state: dict[str, Any]
     damaged: list[Path]
+
+
+@dataclass
+class Progress:
+    """How far a run has come. A checkpoint keeps it beside weights and optimizers."""
+
+    step: int = 0  # updates done
+    cursor: int = 0  # sequences consumed by them
+    evaluated: bool = False  # whether this step's evaluations are done
+    wall: float = 0.0  # seconds, until the last checkpoint
+    best: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
+    lower: dict | None = None  # this step's validation loss, if it is lower: {"loss", "step"}
+    losses: dict[str, float] = field(default_factory=dict)  # the last ones, for the model card
+    recent: dict[str, list] = field(default_factory=lambda: {"loss": [], "norm": []})  # for spikes
+    skipped_in_a_row: int = 0
 
 
 def path_of(log_dir: str | Path, step: int) -> Path:
@@ -58,46 +81,37 @@ def step_of(path: Path) -> int:
 def save(
     log_dir: str | Path,
     *,
-    model,
+    model: GPT,
     optimizers: list[torch.optim.Optimizer],
-    state: dict,
-    world,
+    state: dict[str, Any],
+    world: World,
     card: dict | None = None,
 ) -> Path:
     """Writes log_dir/ckpt_{step:06d} -> its path.
 
-    model: a GPT before wrapping. state: plain values, with `step`. Every rank calls it; rank 0
-    writes. Raises UserError if weights are not finite, or if the disk is full or fails.
+    model: before wrapping. state: plain values, with `step`. Every rank calls it; rank 0 writes.
+    Raises UserError if the disk is full or fails.
     """
     final = path_of(log_dir, state["step"])
     weights: dict = get_model_state_dict(model, options=FULL)
     moments: dict = {"state": {}}
     if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
         moments = get_optimizer_state_dict(model, optimizers, options=FULL)
-    with world.together():
+    with world.fail_together(), writing(final):
         if world.is_main:
             sweep(final.parent)
-            moments = resize_embedding(moments, model.config.vocab_size)
-            refuse_not_finite(weights, final)
+            moments = resize_states(moments, model.without_padding)
             refuse_full_disk(weights, moments, final)
             beside = final.with_name(f".{final.name}.tmp")
             try:
                 model.save_pretrained(beside, weights, card)
                 torch.save({**state, "version": VERSION, "optimizer": moments}, beside / STATE)
-                finish(beside, final)
+                seal(beside, final)
             except Exception as e:  # torch's and safetensors' writers have errors of their own
-                told = f"{final} cannot be written ({first_line(e)})"
-                raise UserError(f"{told}; older files are intact") from e
+                raise UserError(
+                    f"{final} cannot be written ({first_line(e)}); older files are intact"
+                ) from e
     return final
-
-
-def refuse_not_finite(weights: dict[str, torch.Tensor], final: Path) -> None:
-    for name, w in weights.items():
-        if not w.isfinite().all():
-            raise UserError(
-                f"{name} has values that are not finite: {final} is not written. Go on from the "
-                "checkpoint before it with a lower --learning-rate (--resume auto)"
-            )
 
 
 def refuse_full_disk(weights: dict, moments: dict, final: Path) -> None:
@@ -115,7 +129,7 @@ def refuse_full_disk(weights: dict, moments: dict, final: Path) -> None:
         )
 
 
-def finish(beside: Path, final: Path) -> None:
+def seal(beside: Path, final: Path) -> None:
     """Adds the checksums to a written directory, waits for the disk, and gives it its name."""
     hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
     (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
@@ -136,26 +150,26 @@ def sweep(log_dir: Path) -> None:
 # -- finding and reading
 
 
-def find(candidates: list[Path], world, say) -> Found | None:
+def find(candidates: list[Path], world: World) -> Checkpoint | None:
     """The first of these checkpoints that is whole; None if there are none. Every rank calls it.
 
     Raises UserError if all are damaged, or if the disk cannot read one: it may still be whole.
     """
     path = None
     damaged: list[Path] = []
-    with world.together():
+    with world.fail_together():
         for candidate in candidates if world.is_main else []:
             problem = damage_of(candidate)
             if not problem:
                 path = candidate
                 break
-            say(f"skipping {candidate}: {problem}")
+            world.say(f"skipping {candidate}: {problem}")
             damaged.append(candidate)
         if damaged and not path:
             hint = "--overwrite starts anew, --init-from takes weights"
             raise UserError(f"{problem}; no other is whole: {hint}")
-    path, damaged = world.share((path, damaged))
-    return Found(path, load_state(path), damaged) if path else None
+    path, damaged = world.broadcast((path, damaged))
+    return Checkpoint(path, load_state(path), damaged) if path else None
 
 
 def damage_of(directory: Path) -> str:
@@ -185,11 +199,10 @@ def load_state(directory: Path) -> dict:
     path = directory / STATE
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     version = state.get("version", 1)  # the first ones did not say
-    if not 2 <= version <= VERSION:
+    if version != VERSION:
         raise UserError(
-            f"{path} is of version {version}, this program reads 2 to {VERSION} (CHANGELOG.md): "
-            "go on with the revision that wrote it, or start from its weights with "
-            f"--init-from {directory}"
+            f"{path} is of version {version}, this program reads {VERSION} (CHANGELOG.md): go on "
+            f"with the revision that wrote it, or take its weights with --init-from {directory}"
         )
     return state
 
@@ -197,44 +210,47 @@ def load_state(directory: Path) -> dict:
 # -- the states of the optimizers, as one dictionary by parameter names
 
 
-def resize_embedding(moments: dict, rows: int) -> dict:
-    """Cuts the embedding's moments to `rows`, or pads them with zeros: no padding is saved."""
-    states = dict(moments["state"])
-    for name in {EMBEDDING, HEAD} & set(states):
-        states[name] = dict(states[name])
-        for key, x in states[name].items():
-            if x.dim() == 2:
-                missing = max(0, rows - len(x))
-                states[name][key] = torch.cat([x[:rows], x.new_zeros(missing, x.size(1))])
+def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:
+    """The states with resize(parameter's name, x) for each matrix x: no padding is saved."""
+    states = {
+        name: {key: resize(name, x) if x.dim() == 2 else x for key, x in state.items()}
+        for name, state in moments["state"].items()
+    }
     return {**moments, "state": states}
 
 
-def load_optimizers(model, optimizers: list, moments: dict) -> None:
+def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], moments: dict) -> None:
     """Gives the optimizers their part of a checkpoint's `optimizer`, saved with any sharding.
 
     Their options (weight decay, betas, fused) stay as they are: flags and device decide.
     """
     if not moments["state"]:  # every update so far was skipped
         return
-    whole = resize_embedding(moments, model.transformer.wte.weight.size(0))
+    rows = {name: len(p) for name, p in model.named_parameters()}
+
+    def pad(name: str, x: torch.Tensor) -> torch.Tensor:
+        missing = rows[name] - len(x)
+        return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+    padded = resize_states(moments, pad)
     own = [group for optimizer in optimizers for group in optimizer.param_groups]
-    whole["param_groups"] = [
+    padded["param_groups"] = [
         {**group, "params": saved["params"]}
-        for group, saved in zip(own, whole["param_groups"], strict=True)
+        for group, saved in zip(own, padded["param_groups"], strict=True)
     ]
     options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizers, whole, options=options)
+    set_optimizer_state_dict(model, optimizers, padded, options=options)
 
 
 # -- moving aside and removing
 
 
-def set_aside(path: Path, why: str) -> None:
-    """Renames a checkpoint to {why}_ckpt_…, which no resume looks at."""
-    target = path.with_name(f"{why}_{path.name}")
+def set_aside(path: Path, state: str) -> None:
+    """Renames a checkpoint to {state}_ckpt_…, which no resume looks at."""
+    target = path.with_name(f"{state}_{path.name}")
     number = 2
     while target.exists():
-        target = path.with_name(f"{why}_{path.name}_{number}")
+        target = path.with_name(f"{state}_{path.name}_{number}")
         number += 1
     path.rename(target)
 
@@ -250,4 +266,5 @@ def remove(path: Path) -> None:
     """Renames it first: no directory called ckpt_* is ever half-removed."""
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
-    shutil.rmtree(path.rename(hidden))
+    with writing(hidden):
+        shutil.rmtree(path.rename(hidden))

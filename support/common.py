@@ -1,18 +1,26 @@
-"""What every script shares: a user's mistake in one sentence, and files that are written whole."""
+"""What every script shares: a mistake in one sentence, flags in range, files written whole."""
 
-import atexit
 import hashlib
-import io
 import os
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 
 class UserError(ValueError):
-    """A mistake that the user can fix. It says what was found, what was expected, what to do."""
+    """What the user can fix. Each sentence says what was found, what was expected, what to do."""
+
+    def __str__(self) -> str:
+        return "; ".join(self.args)
+
+
+class UsageError(UserError):
+    """Flags that cannot be right, a sentence each. The script exits with 2."""
 
 
 def first_line(error: Exception) -> str:
@@ -20,17 +28,16 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].strip()
 
 
-def run_script(main, at_once: bool = False) -> None:
-    """Runs `main` and exits. Every script ends with this call.
+def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None:
+    """Runs main(args) with the command line's arguments and exits. Every script ends with this.
 
-    A UserError or an OSError (a full disk, say) becomes one line on stderr and exit code 1. Other
-    errors keep their traceback. at_once: exit without waiting for threads and child processes.
+    A UserError becomes a line on stderr for each sentence, other errors keep their traceback.
+    at_once: exits without Python's finalization, which would wait for threads and processes.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a console may lack a character of a sample
-    code: str | int | None = 0
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a sample's characters
+    code: Any = 0
     try:
-        main()
+        main(sys.argv[1:])
         sys.stdout.flush()
     except SystemExit as end:
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # the examples follow the flags
@@ -38,39 +45,24 @@ def run_script(main, at_once: bool = False) -> None:
         code = end.code
     except BrokenPipeError:  # `python sample.py | head`: the reader has left, nothing is wrong
         silence_stdout()
-    except (UserError, OSError) as error:
-        code = f"{Path(sys.argv[0]).name}: {error}"
+    except UserError as error:
+        for sentence in error.args:
+            print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        code = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as shells do
     except Exception:
         traceback.print_exc()
         code = 1
-    several = int(os.environ.get("WORLD_SIZE", 1)) > 1
-    if several and not code:
-        atexit._run_exitfuncs()
-    if several or at_once:
-        leave(code)
+    if at_once:
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code or 0)
     sys.exit(code)
 
 
-def leave(code: str | int | None) -> None:
-    """Exits without Python's finalization.
-
-    After an error, finalization would wait for the other processes. After success, Python would
-    abort if a gloo thread still frees a tensor: such threads live as long as anything refers to
-    their process group.
-    """
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-        code = 1
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code or 0)
-
-
 def say(message: str) -> None:
-    """Prints. If nobody reads the output any more (`| head`, a full disk), goes on in silence."""
+    """Prints. If nobody can read that any more (`| head`, a full disk), goes on in silence."""
     try:
         print(message, flush=True)
     except OSError:
@@ -86,29 +78,86 @@ def duration(seconds: float) -> timedelta:
     return timedelta(seconds=round(seconds))
 
 
+# -- flags
+
+
+@dataclass(frozen=True)
+class Range:
+    """The values that a flag may have, both ends included: Annotated[int, Range(1, 64)]."""
+
+    low: float
+    high: float = 10**12  # steps, tokens, …: a larger number is a slip of the finger
+    above: bool = False  # without the lower end
+
+    def __contains__(self, x: float) -> bool:
+        return self.low <= x <= self.high and not (self.above and x == self.low)
+
+    def __str__(self) -> str:
+        low = "above" if self.above else "at least"
+        return f"{low} {self.low:,} and at most {self.high:,}"
+
+
+Count = Annotated[int, Range(1)]
+CountOrZero = Annotated[int, Range(0)]  # 0 has a meaning of its own: off, all, or automatic
+Amount = Annotated[float, Range(0)]
+Positive = Annotated[float, Range(0, above=True)]
+Fraction = Annotated[float, Range(0, 1, above=True)]
+
+
+def out_of_range(config: Any) -> list[str]:
+    """The flags of a dataclass that are outside the Range in their type, a sentence each."""
+    problems = []
+    for name, annotation in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for allowed in getattr(annotation, "__metadata__", ()):
+            if isinstance(allowed, Range) and value not in allowed:
+                problems.append(f"--{name.replace('_', '-')} {value}: it must be {allowed}")
+    return problems
+
+
+def parse_flags(config_class: type, args: list[str]) -> Any:
+    """The command line as a dataclass. Raises UsageError for values that are out of range."""
+    import tyro
+
+    config: Any = tyro.cli(config_class, args=args)
+    if problems := out_of_range(config):
+        raise UsageError(*problems)
+    return config
+
+
 # -- files
+
+
+@contextmanager
+def writing(path: Path, then: str = "start again") -> Iterator[None]:
+    """Turns an OSError inside, of a full disk for instance, into a UserError about the path."""
+    try:
+        yield
+    except OSError as error:
+        problem = f"{path} cannot be written ({error.strerror})"
+        raise UserError(f"{problem}: fix that, then {then}") from error
 
 
 def write_whole(path: Path, *chunks: bytes) -> str:
     """Writes a file that is there whole or not at all, whatever happens; returns its SHA-256.
 
-    It writes a temporary file beside it, flushes that to the disk, and renames it. If the disk is
-    full or read-only, the old file stays, and OSError is raised.
+    It writes a temporary file beside it, flushes that to the disk, and renames it. It makes the
+    directory, too. If that fails, the old file stays, and UserError is raised.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     sha256 = hashlib.sha256()
-    try:
-        with open(beside, "wb") as file:
-            for chunk in chunks:
-                sha256.update(chunk)
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        error.filename = str(path)  # a full disk names no file, and nobody knows the temporary one
-        raise
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with open(beside, "wb") as file:
+                for chunk in chunks:
+                    sha256.update(chunk)
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
     return sha256.hexdigest()
 
 
@@ -124,7 +173,5 @@ def hash_file(path: Path) -> str:
 def sync(path: Path) -> None:
     """Waits until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)

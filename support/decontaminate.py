@@ -15,13 +15,11 @@ PUNCTUATION = re.compile(r"[^\w\s]|_")
 class Benchmark:
     """Texts that must not be trained on, as a hash of each run of NGRAM words in them.
 
-    Words are compared in lower case and without punctuation. The GPT-3 paper also keeps runs of
-    words that more than ten documents share. We cut those, too: finding them takes a second pass.
+    Words are compared in lower case and without punctuation. Unlike GPT-3's, common runs count.
     """
 
     def __init__(self, texts: Iterable[str]):
-        # "" ends each text: no run of words goes on into the next
-        words = [word for text in texts for word in (*split_words(text), "")]
+        words = [word for text in texts for word in (*split_words(text), "")]  # "" ends a text
         self.vocabulary = {word: i for i, word in enumerate(sorted(set(words)))}
         self.hashes = np.unique(self.hash_runs(words)[1])
 
@@ -50,21 +48,21 @@ def split_words(text: str) -> list[str]:
 def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
     """Cuts the NGRAM words of each match, and a MARGIN on both sides, out of a text.
 
-    Returns the (start, end) of each piece that is left, and the number of cuts. Pieces shorter
-    than a MARGIN are dropped. After more than MOST_CUTS cuts, all are dropped.
+    Returns the (start, end) of each remaining piece of at least a MARGIN, and the number of cuts.
+    After more than MOST_CUTS cuts, no piece remains.
     """
     if not matches:
         return [(0, len(text))], 0
     words = [word.span() for word in re.finditer(r"\S+", text) if split_words(word[0])]
-    left: list[tuple[int, int]] = []
+    pieces: list[tuple[int, int]] = []
     end = 0  # of the last cut
     for match in matches:
         start = words[match][0] - MARGIN
-        if start > end or not left:
-            left.append((end, start))
+        if start > end or not pieces:
+            pieces.append((end, start))
         end = words[match + NGRAM - 1][1] + MARGIN
-    cuts = len(left)
-    left.append((end, len(text)))
+    cuts = len(pieces)
+    pieces.append((end, len(text)))
     if cuts > MOST_CUTS:
         return [], cuts
-    return [(start, end) for start, end in left if end - start >= MARGIN], cuts
+    return [(start, end) for start, end in pieces if end - start >= MARGIN], cuts

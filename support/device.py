@@ -1,20 +1,25 @@
-"""What this machine computes with: devices, precision, compiler, memory, published peaks."""
+"""What this machine computes with: devices, precision, memory, published peaks."""
+
+from __future__ import annotations
 
 import ctypes
 import os
 import re
 import sys
 import time
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch._functorch import config as functorch_config
 
-from support.attention import replace_attention_backward
 from support.common import UserError
+
+if TYPE_CHECKING:
+    from support.distributed import World
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -41,18 +46,33 @@ def synchronize(device: torch.device) -> None:
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
     """Seeds PyTorch for one update on one rank: after a resume, dropout would draw the same."""
-    bits = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
-    torch.manual_seed(int(bits[0]))
+    [bits] = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
+    torch.manual_seed(int(bits))
 
 
-def pick_dtype(device: torch.device, name: str = "auto", world=None) -> tuple[torch.dtype, str]:
+def prepare_device(device: torch.device, deterministic: bool) -> None:
+    """Configures memory, TF32 and determinism for training."""
+    keep_freed_memory(device)
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; on a CPU it changes nothing
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        torch.use_deterministic_algorithms(True)
+        # filling new memory with NaN costs time, and only wrong code would read it
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def pick_dtype(
+    device: torch.device, name: str = "auto", world: World | None = None, before: str = ""
+) -> tuple[torch.dtype, str]:
     """The dtype for autocast on this device, and the reason.
 
-    auto is the fastest that trains well. If one CPU of `world` (a World) prefers float32, all of
-    its processes use float32.
+    auto is the one before, of a resumed run, else the fastest that trains well: float32 for all
+    processes of `world`, if one CPU prefers it.
     """
     if name != "auto":
         return getattr(torch, name), "as asked"
+    if before:
+        return getattr(torch, before), "as before"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "compute capability 8.0 or newer"
@@ -60,8 +80,8 @@ def pick_dtype(device: torch.device, name: str = "auto", world=None) -> tuple[to
     if device.type == "cpu":
         ratio = bfloat16_speed()
         slow = world.any(ratio <= 1.5) if world else ratio <= 1.5
-        why = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
-        return torch.float32 if slow else torch.bfloat16, why
+        reason = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
+        return torch.float32 if slow else torch.bfloat16, reason
     return torch.bfloat16, f"{device.type} has it"
 
 
@@ -69,8 +89,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def autocast(device: torch.device, dtype: torch.dtype):
-    """The context that computes in dtype where that is safe; it does nothing for float32."""
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """The context that computes in dtype where that is safe."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
@@ -80,14 +100,13 @@ def bfloat16_speed() -> float:
 
     CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, others emulate it.
     """
-    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], torch.bfloat16: []}
-    for _ in range(15):
-        for dtype, times in seconds.items():
-            times.append(time_matmul(torch.device("cpu"), dtype))
-    return min(seconds[torch.float32]) / min(seconds[torch.bfloat16])
+    cpu = torch.device("cpu")
+    pair = (torch.float32, torch.bfloat16)
+    seconds = [time_matmul(cpu, dtype, 1024) for dtype in 15 * pair]  # in turns
+    return min(seconds[::2]) / min(seconds[1::2])
 
 
-def time_matmul(device: torch.device, dtype: torch.dtype, n: int = 1024) -> float:
+def time_matmul(device: torch.device, dtype: torch.dtype, n: int) -> float:
     """Seconds of one product of n × n matrices."""
     a = torch.ones(n, n, dtype=dtype, device=device)
     synchronize(device)
@@ -97,51 +116,8 @@ def time_matmul(device: torch.device, dtype: torch.dtype, n: int = 1024) -> floa
     return time.perf_counter() - start
 
 
-def why_not_compile(device: torch.device) -> str:
-    """Why torch.compile does not work here; empty if it does."""
-    if device.type == "mps":
-        return "torch.compile is not reliable on MPS"
-    try:
-        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
-        return ""
-    except Exception as error:  # no compiler, no Triton, an unsupported Python, …
-        why = f"{type(error).__name__}; it needs a C++ compiler such as g++"
-        return f"torch.compile does not work here ({why})"
-
-
-def compile_blocks(model, recompute: bool) -> None:
-    """Compiles the blocks and the loss of a GPT in place, for training and validation.
-
-    All blocks share their code, so 48 layers compile as fast as 12. Parameters keep their names.
-    DDP and FSDP work between the blocks. The embedding stays eager: inductor would scatter its
-    gradient with atomics, which is slow on a CPU and differs from run to run.
-    """
-    keep_less(recompute)
-    replace_attention_backward()
-    torch._dynamo.config.recompile_limit = 64  # micro-batches that are tried, validation, …
-    torch._dynamo.config.optimize_ddp = False  # it would split blocks, but only those inside DDP
-    for block in model.transformer.h:
-        block.forward = torch.compile(block.forward, dynamic=False)
-    model.loss = torch.compile(model.loss, dynamic=False)
-
-
-def keep_less(recompute: bool) -> None:
-    """Makes compiled backward passes recompute GELU, layer norms and casts of the weights.
-
-    By default the compiler keeps them if that is faster. Call this before the model first runs.
-    """
-    functorch_config.ban_recompute_used_far_apart = not recompute
-    functorch_config.ban_recompute_long_fusible_chains = not recompute
-    functorch_config.ban_recompute_materialized_backward = not recompute
-
-
-def eager():
-    """The context in which compiled blocks run as written: new shapes would recompile them."""
-    return torch.compiler.set_stance("force_eager")
-
-
 @contextmanager
-def evaluation_mode(model: torch.nn.Module):
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
     """model.eval() inside; afterwards each module is in its own mode again."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -155,8 +131,8 @@ def evaluation_mode(model: torch.nn.Module):
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU, makes the C library keep freed memory for the next tensors of this process.
 
-    Otherwise glibc maps every large tensor anew and Linux fills its pages with zeros, for a tenth
-    to a quarter of a step. Holes then take 5% of the 124M's peak, a third of the quickstart's.
+    Linux would fill it with zeros again, for a tenth to a quarter of a step. But holes take 5% of
+    the 124M's peak, a third of the quickstart's.
     """
     if device.type == "cpu" and sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
@@ -164,8 +140,8 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Free bytes of a GPU, or this process's share of a machine or container; None if unknown."""
+def free_memory(device: torch.device, processes: int = 1) -> int | None:
+    """Free bytes of a GPU, or for each of so many processes on this machine; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or 0)
@@ -173,7 +149,7 @@ def free_memory(device: torch.device) -> int | None:
         used = find_in("/sys/fs/cgroup/memory.current", r"(\d+)")
         cached = find_in("/sys/fs/cgroup/memory.stat", r"inactive_file (\d+)")  # can be freed
         free = min(free, int(limit) - int(used) + int(cached))
-    return free // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) or None
+    return free // processes or None
 
 
 def peak_memory(device: torch.device) -> int:
@@ -190,13 +166,13 @@ def peak_memory(device: torch.device) -> int:
 def find_in(path: str, pattern: str) -> str:
     """What the pattern's group matches in a file of the Linux kernel; empty if there is nothing."""
     file = Path(path)
-    found = re.search(pattern, file.read_text()) if file.exists() else None
-    return found[1] if found else ""
+    match = re.search(pattern, file.read_text()) if file.exists() else None
+    return match[1] if match else ""
 
 
 # plan.py's name of a GPU: the whole name that CUDA reports (a MIG slice has another), GB of memory,
-# and the peaks of dense matmuls in TFLOP/s: float32, float32 with TF32 if the GPU has it, 16 bits
-# summed in float32. The peaks are half of those that count sparsity. B200's memory: DGX datasheet.
+# and the peaks of dense matmuls in TFLOP/s: float32, with TF32 if the GPU has it, 16 bits summed in
+# float32. They are half of those that count sparsity. B200's memory: DGX datasheet.
 GPUS = {
     "B200": (r"NVIDIA B200", 180, 80, 1100, 2250, "Blackwell architecture brief, 2024 (HGX)"),
     "H200": (r"NVIDIA H200", 141, 67, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
@@ -220,14 +196,13 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cuda":
         for pattern, _, float32, with_tf32, half, source in GPUS.values():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
-                peak = half
-                if dtype == torch.float32:
-                    tf32 = torch.get_float32_matmul_precision() != "highest"
-                    peak = with_tf32 if tf32 else float32
+                if torch.get_float32_matmul_precision() != "highest":
+                    float32 = with_tf32
+                peak = float32 if dtype == torch.float32 else half
                 return 1e12 * peak, f"NVIDIA {source}"
-    n = 2048 if device.type == "cpu" else 4096  # smaller ones are slower
-    if device.type == "cpu" and dtype == torch.float16:
-        n = 512  # a CPU emulates it: larger ones take minutes
+    n = 4096  # smaller ones are slower
+    if device.type == "cpu":
+        n = 512 if dtype == torch.float16 else 2048  # a CPU emulates float16, for minutes
     seconds: list[float] = []
     while sum(seconds) < 3:  # neighbours slow some of them down
         seconds.append(time_matmul(device, dtype, n))

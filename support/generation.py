@@ -2,13 +2,23 @@
 
 Without a cache each new token costs a pass over all tokens before it. But in a causal model a
 token's keys and values never change. The cache keeps them, so a new token costs one position.
-The first pass over the prompts is the *prefill*, each later one a *decode*. `model` is anything
-that has GPT's `config`, `embed`, `blocks` and `logits`.
+The first pass over the prompts is the *prefill*, each later one a *decode*.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
 import torch
+from torch import Generator, Tensor
 
 from support.common import UserError
+
+if TYPE_CHECKING:
+    from model import GPT
+
+Rows = list[list[int]]  # tokens
 
 
 class KVCache:
@@ -18,68 +28,69 @@ class KVCache:
     leaves columns empty. `mask` hides them, and `pos` does not count them.
     """
 
-    def __init__(self, model, B: int, S: int):
+    def __init__(self, model: GPT, B: int, S: int):
         c = model.config
-        like = next(model.parameters())
+        weight = next(model.parameters())  # the cache has its dtype and device
         shape = (B, c.n_head, S, c.n_embd // c.n_head)
         self.model = model
-        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(c.n_layer)]
-        self.columns = torch.arange(S, device=like.device)
+        self.step = vars(model).get("compiled_step", step_of_one_token)
+        self.layers = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(c.n_layer)]
+        self.columns = torch.arange(S, device=weight.device)
 
-    def prefill(self, contexts):
+    def prefill(self, contexts: Rows) -> Tensor:
         """Reads whole contexts, from the first column on -> logits (B, V) of what follows each."""
-        idx = pad(contexts, self.columns.device)  # (B, T)
-        lengths = torch.tensor([len(context) for context in contexts], device=idx.device)
-        self.width = idx.size(1)
-        self.pos = lengths[:, None] - 1  # (B, 1)
+        idx = pad(contexts).to(self.columns)  # (B, T)
+        self.pos = torch.tensor([[len(context) - 1] for context in contexts]).to(idx)  # (B, 1)
         self.mask = (self.columns <= self.pos)[:, None, None]  # (B, 1, 1, S): what is seen
-        columns = self.columns[: self.width]
+        columns = self.columns[: idx.size(1)]
+        self.column = columns[-1:].clone()  # of the newest token
         x = self.model.embed(idx, columns)
         x = self.model.blocks(x, caches=[(k, v, columns) for k, v in self.layers])
-        return self.model.logits(x[torch.arange(len(x), device=idx.device), lengths - 1])
+        return self.model.logits(x.take_along_dim(self.pos[..., None], 1)[:, 0])
 
-    def decode(self, token, step):
+    def decode(self, token: Tensor) -> Tensor:
         """Reads one more token per row, (B,) -> logits (B, V) of what follows."""
-        column = self.columns[self.width : self.width + 1]
-        self.width += 1
+        self.column += 1
         self.pos += 1
-        self.mask[..., column] = True
+        self.mask[..., self.column] = True
         x = self.model.embed(token[:, None], self.pos)
-        return step(self.model, x, self.mask, [(k, v, column) for k, v in self.layers])
+        return self.step(self.model, x, self.mask, [(k, v, self.column) for k, v in self.layers])
 
 
-def pad(rows, device=None, value=0) -> torch.Tensor:
+def pad(rows: Rows, value: int = 0) -> Tensor:
     """B lists of at most T numbers -> (B, T) int64, filled up at the right.
 
     Causal attention never looks there, and every vocabulary has a token 0.
     """
-    T = max(map(len, rows))
-    return torch.tensor([row + [value] * (T - len(row)) for row in rows], device=device)
+    tensors = [torch.tensor(row) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
-def step_of_one_token(model, x, mask, caches):
+def step_of_one_token(model: GPT, x: Any, mask: Tensor, caches: list) -> Tensor:
     """The embedding of one more token per row, (B, 1, C) -> logits (B, V) of the next."""
     return model.logits(model.blocks(x, mask, caches)[:, -1])
 
 
-def compiled_step(model):
-    """`step_of_one_token`, compiled for weights that stay as they are, and kept with the model.
+def compile_step(model: GPT) -> None:
+    """Compiles `step_of_one_token` for this model, whose weights and device must stay as they are.
 
-    It takes half a minute. On a CPU inductor repacks the weights for its own kernels.
+    It takes half a minute for each size of batch and cache, so it is worth it for long or many
+    generations. On a CPU inductor repacks the weights for its own kernels.
     """
-    if "compiled_step" not in vars(model):
-        import torch._inductor.config as inductor
+    import torch._inductor.config as inductor
 
-        on_cpu = next(model.parameters()).device.type == "cpu"
-        with_options = inductor.patch(
-            freezing=on_cpu, max_autotune=on_cpu, max_autotune_gemm_backends="CPP"
-        )
-        step = torch.compile(step_of_one_token, dynamic=False)
-        vars(model)["compiled_step"] = with_options(step)
-    return vars(model)["compiled_step"]
+    cpu = next(model.parameters()).device.type == "cpu"
+    tuned = inductor.patch(freezing=cpu, max_autotune=cpu, max_autotune_gemm_backends="CPP")
+    vars(model)["compiled_step"] = tuned(torch.compile(step_of_one_token, dynamic=False))
 
 
-def choose(logits, temperature=1.0, top_k=50, top_p=None, generator=None):
+def choose(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = 50,
+    top_p: float | None = None,
+    generator: Generator | None = None,
+) -> Tensor:
     """One token (B,) from logits (B, V).
 
     At temperature 0 it is the likeliest token. Otherwise it is drawn from the top_k likeliest, and
@@ -94,67 +105,62 @@ def choose(logits, temperature=1.0, top_k=50, top_p=None, generator=None):
     if top_p is not None and top_p < 1:
         before = probs.cumsum(-1) - probs  # what the likelier ones hold
         probs = probs.masked_fill(before > top_p, 0)  # so the likeliest always stays
-    drawn = torch.multinomial(probs, 1, generator=generator)
-    return indices.gather(-1, drawn)[:, 0]
+    return indices.gather(-1, probs.multinomial(1, generator=generator))[:, 0]
 
 
 @torch.no_grad()
-def stream(model, idx, max_new_tokens: int, *, lengths=None, stop=None, compile=False, **choice):
-    """Yields (B,) tokens as they are made, at most max_new_tokens times.
+def stream(
+    model: GPT, prompts: Rows, max_new_tokens: int, *, stop: int | None = None, **choice: Any
+) -> Iterator[list[int]]:
+    """Yields B tokens as they are made, at most max_new_tokens times. choice: see `choose`.
 
-    Ends early when every row has produced `stop`. idx: B prompts, as a tensor (B, T) or as lists.
-    lengths (B,): how much of each row is prompt (default: all of it). choice: see `choose`.
-    compile: compiles the step of one token, for fixed weights and each size of batch and cache
-    (T + max_new_tokens). It is worth it for long or many generations.
-
-    When a row outgrows the window, only its newest half is kept, and all rows are read again.
-    Raises UserError if the logits are not finite.
+    Ends early when every row has produced `stop`. When a row outgrows the window, only its newest
+    half is kept, and all rows are read again. Raises UserError if the logits are not finite.
     """
     window = model.config.block_size
-    contexts = cut(idx, lengths)  # what each row can look at
-    longest = max(map(len, contexts))
-    cache = KVCache(model, len(contexts), min(window, longest + max_new_tokens))
-    step = compiled_step(model) if compile else step_of_one_token
+    contexts = [list(prompt) for prompt in prompts]  # what each row can look at
+    longest = max(map(len, contexts)) + max_new_tokens
+    cache = KVCache(model, len(contexts), min(window, longest))
     token = None
     for _ in range(max_new_tokens):
         too_long = [context for context in contexts if len(context) > window]
         if token is None or too_long:  # nothing is cached, or a row's positions move
             for context in too_long:
-                del context[: -(window // 2)]
+                del context[: -max(1, window // 2)]
             logits = cache.prefill(contexts)
         else:
-            logits = cache.decode(token, step)
+            logits = cache.decode(token)
         if not logits.isfinite().all():
-            raise UserError(
-                "the model's logits are infinite or not a number: try --dtype float32, else "
-                "another checkpoint"
-            )
+            raise UserError("logits are infinite or NaN: try --dtype float32 or another checkpoint")
         new = choose(logits.float(), **choice)
         if token is not None and stop is not None:
             new = new.masked_fill(token == stop, stop)  # in rows that have ended
         token = new
-        for context, t in zip(contexts, token.tolist(), strict=True):
+        tokens = token.tolist()
+        for context, t in zip(contexts, tokens, strict=True):
             context.append(t)
-        yield token
-        if all(context[-1] == stop for context in contexts):
+        yield tokens
+        if set(tokens) == {stop}:
             return
 
 
-def cut(idx, lengths) -> list:
-    """The rows of idx as lists, each cut to its length, if it has one."""
-    rows = idx if isinstance(idx, list) else idx.tolist()
-    if lengths is None:
-        lengths = [None] * len(rows)
-    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
-
-
-def generate(model, idx, max_new_tokens: int, *, lengths=None, stop=None, **sampling):
+def generate(
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    *,
+    lengths: Any = None,
+    stop: int | None = None,
+    **choice: Any,
+) -> Tensor:
     """idx (B, T) int64 -> (B, T + n): each row its prompt, its new tokens, then padding.
 
-    The padding is `stop`, or the vocabulary's last token, GPT-2's <|endoftext|>. The arguments are
-    those of `stream`.
+    lengths (B,): how much of each row is prompt, by default all of it. stop, choice: see `stream`.
+    The padding is `stop`, or the vocabulary's last token, GPT-2's <|endoftext|>.
     """
-    tokens = stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **sampling)
-    drawn = torch.stack(list(tokens), 1).tolist()  # (B, n)
-    rows = [prompt + new for prompt, new in zip(cut(idx, lengths), drawn, strict=True)]
-    return pad(rows, idx.device, model.config.vocab_size - 1 if stop is None else stop)
+    rows = idx.tolist()
+    if lengths is not None:
+        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+    new = zip(*stream(model, rows, max_new_tokens, stop=stop, **choice), strict=True)
+    rows = [[*prompt, *tokens] for prompt, tokens in zip(rows, new, strict=True)]
+    return pad(rows, model.config.vocab_size - 1 if stop is None else stop).to(idx)

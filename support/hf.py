@@ -5,32 +5,37 @@ those of GPTConfig. A directory says `"model_type": "gpt2"` only if fingerprint.
 code is a GPT-2. Otherwise it says "gpt2-changed", and keeps all fields of GPTConfig.
 """
 
+from __future__ import annotations
+
 import json
+import math
 import os
 import re
 import shutil
-import sys
 import textwrap
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from support.common import UserError
-from support.fingerprint import (
-    EMBEDDING,
-    HEAD,
-    POSITIONS,
-    Fingerprint,
-    other_logits,
-    without_padding,
-)
 from support.tokenizer import EOT, TOKENIZER_JSON, VOCAB_SIZE
 
+if TYPE_CHECKING:
+    from model import GPT
+
 Weights = dict[str, torch.Tensor]
+EMBEDDING = "transformer.wte.weight"
+HEAD = "lm_head.weight"  # tied to the embedding
+POSITIONS = "transformer.wpe.weight"
 SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
 CHANGED = "gpt2-changed"  # the model_type of a changed GPT-2
+HUB_NAME = re.compile(r"(?!(data|log|runs)/)(\w[\w.-]*/)?\w[\w.-]*")  # NAME or OWNER/NAME
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them (in, out)
 OPENAI = dict(
     model_type="gpt2",
@@ -38,22 +43,35 @@ OPENAI = dict(
     layer_norm_epsilon=1e-5,
     scale_attn_weights=True,
     scale_attn_by_inverse_layer_idx=False,
-    add_cross_attention=False,
     tie_word_embeddings=True,
 )
 
 
+@dataclass
+class Fingerprint:
+    difference: str  # how some code differs from GPT-2; empty if it does not
+    logits: list[float]  # its tiny model's, to tell changed models apart; empty if it fails
+    loss: float  # the same
+
+
+class Pretrained(NamedTuple):
+    fields: dict[str, Any]
+    weights: Weights
+    origin: str  # whose files they are, for the user
+    fingerprint: Fingerprint | None = None  # of the changed code that wrote them
+
+
 @contextmanager
-def reading(what: str | Path):
+def reading(name: str | Path) -> Iterator[None]:
     """Turns any error into one sentence, without the advice that PyTorch adds."""
     try:
         yield
     except Exception as error:
         reason = textwrap.shorten(str(error).partition(". ")[0], 200)
-        raise UserError(f"{what} cannot be read: {reason}") from error
+        raise UserError(f"{name} cannot be read: {reason}") from error
 
 
-def turned(weights: Weights) -> Weights:
+def transposed(weights: Weights) -> Weights:
     """Changes our orientation to Hugging Face's, or theirs to ours."""
     return {n: w.t() if n.endswith(CONV1D) and w.dim() == 2 else w for n, w in weights.items()}
 
@@ -61,17 +79,15 @@ def turned(weights: Weights) -> Weights:
 # -- reading
 
 
-def read_model(name: str | Path, make, config_class) -> tuple[dict, Weights]:
-    """Reads a model directory, a .pt file, or a model of the hub -> fields, weights.
-
-    make(config_class(…)) is a model of this code. Raises UserError unless the files hold a GPT-2,
-    or one that was changed as this code is.
-    """
+def read_model(name: str | Path) -> Pretrained:
+    """Reads a model directory, a .pt file, or a model of the hub. Raises UserError."""
     path = Path(name)
+    origin = str(name)
     if path.suffix == ".pt":
         return read_pt(path)
-    if not path.is_dir():
-        path = download_pretrained(str(name))
+    if not os.path.isdir(path):
+        path = download_pretrained(origin)
+        origin += " (from the Hugging Face hub)"
     fields, fingerprint = read_config(path)
     with reading(f"the weights in {path}"):
         if (path / "model.safetensors").exists():
@@ -79,33 +95,29 @@ def read_model(name: str | Path, make, config_class) -> tuple[dict, Weights]:
         else:
             weights = torch.load(path / "pytorch_model.bin", "cpu", weights_only=True)
     if fingerprint is None:
-        return fields, gpt2_weights(turned(weights))
-    with reading(f"the changed GPT-2 in {path}"), torch.device("meta"):
-        ours = make(config_class(**fields)).fingerprint.logits
-    same = ours == fingerprint.logits
-    if not same and other_logits(torch.tensor(ours), torch.tensor(fingerprint.logits)):
-        raise UserError(
-            f"{path} is a changed GPT-2 ({fingerprint.difference}), but this code does not "
-            "have the same change: use the code that wrote it"
-        )
-    return fields, turned(weights)
+        weights = gpt2_weights(weights)
+    return Pretrained(fields, transposed(weights), origin, fingerprint)
 
 
-def read_fields(directory: Path) -> dict:
-    """The fields of GPTConfig that a model directory fixes."""
-    return read_config(directory)[0]
+def read_fields(name: str) -> dict[str, Any]:
+    """The fields of GPTConfig that a model directory or a .pt file fixes."""
+    path = Path(name)
+    return read_pt(path).fields if path.suffix == ".pt" else read_config(path)[0]
 
 
-def read_config(directory: Path) -> tuple[dict, Fingerprint | None]:
+def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
     """Reads config.json -> fields of GPTConfig, and the fingerprint of a changed GPT-2."""
     path = directory / "config.json"
-    if not path.exists():
-        inside = ", ".join(sorted(str(child) for child in directory.glob("ckpt_*")))
-        raise UserError(f"{path} is missing: give a model (checkpoints here: {inside or 'none'})")
+    with reading(path):
+        exists = path.exists()
+    if not exists:
+        here = ", ".join(sorted(map(str, directory.glob("ckpt_*")))) or "none"
+        raise UserError(f"{path} is missing: give a model (checkpoints here: {here})")
     with reading(path):
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
-            return theirs["gpt_config"], Fingerprint(theirs["difference"], theirs["fingerprint"])
+            outputs = theirs["fingerprint"], theirs.get("loss", math.nan)
+            return theirs["gpt_config"], Fingerprint(theirs["difference"], *outputs)
         for key, value in OPENAI.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
@@ -130,32 +142,34 @@ class TheirConfig:
     """Stands in for build-nanogpt's pickled GPTConfig: its fields, none of its code."""
 
 
-def read_pt(path: Path) -> tuple[dict, Weights]:
+def read_pt(path: Path) -> Pretrained:
     """Reads nanoGPT's `ckpt.pt` or build-nanogpt's `model_*.pt`, and runs no code in it."""
-    stand_ins: list = [
-        (TheirConfig, f"{module}.GPTConfig") for module in ("__main__", "train_gpt2", "model")
-    ]
-    what = f"{path}, as a checkpoint of nanoGPT or build-nanogpt,"
-    with reading(what), torch.serialization.safe_globals(stand_ins):
+    modules = ("__main__", "train_gpt2", "model")
+    stand_ins: list[Any] = [(TheirConfig, f"{module}.GPTConfig") for module in modules]
+    name = f"{path}, as a checkpoint of nanoGPT or build-nanogpt,"
+    with reading(name), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in SHAPE}
         fields["vocab_size"] = min(theirs["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
         weights = gpt2_weights(saved["model"])
         weights[EMBEDDING] = weights[EMBEDDING][: fields["vocab_size"]]
-    if "model_args" in saved and os.environ.get("RANK", "0") == "0":
-        exact = "nanoGPT trains with exact GELU, this code with GPT-2's tanh form"
-        print(f"{path}: {exact}; the logits differ slightly", file=sys.stderr)
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(w)))
-    return fields, weights
+    origin = f"{path} (from build-nanogpt)"
+    if "model_args" in saved:
+        origin = f"{path} (from nanoGPT; the logits differ slightly, as it trains with exact GELU)"
+    return Pretrained(fields, weights, origin)
 
 
 def download_pretrained(name: str) -> Path:
     """Downloads a model of the hub, unless it is in Hugging Face's cache -> its directory there."""
     from huggingface_hub import snapshot_download
 
+    owner = name.rpartition("/")[0]
+    if not HUB_NAME.fullmatch(name) or (owner and os.path.isdir(owner)):  # a misspelt path
+        raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
         directory = snapshot_download(name, allow_patterns=["config.json", "model.safetensors"])
         if not Path(directory, "model.safetensors").exists():  # an older repository
@@ -163,7 +177,7 @@ def download_pretrained(name: str) -> Path:
     return Path(directory)
 
 
-def load_weights(model, fields: dict, weights: Weights) -> None:
+def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
     """Copies weights into a GPT. Its context may be shorter. The padding becomes zero."""
     config = model.config
     known = fields["block_size"]
@@ -172,17 +186,13 @@ def load_weights(model, fields: dict, weights: Weights) -> None:
             f"the weights know {known} positions, {config.block_size} were asked for: "
             f"--sequence-length can be {known} or less"
         )
-    with reading("the weights"), torch.no_grad():
+    with reading("the weights"):
         if POSITIONS in weights and config.block_size < known:
             weights[POSITIONS] = weights[POSITIONS][: config.block_size - known]
-        tensors = model.state_dict()
-        for name, p in tensors.items():
-            rows = without_padding(name, p, config.vocab_size)
-            if rows is not p and name in weights and weights[name].shape == rows.shape:
-                p.zero_()  # the padding
-                rows.copy_(weights[name])
-                weights[name] = p
-        if HEAD in tensors:
+        padding = (0, 0, 0, config.padded_vocab_size - config.vocab_size)
+        for name in {EMBEDDING, HEAD} & weights.keys():
+            weights[name] = F.pad(weights[name], padding)
+        if HEAD in model.state_dict():
             weights.setdefault(HEAD, weights[EMBEDDING])  # tied
         model.load_state_dict(weights)
 
@@ -196,34 +206,29 @@ def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> 
         )
 
 
-def describe_change(fingerprint: Fingerprint) -> str:
-    """The line that a run prints if its checkpoints will not be GPT-2s."""
-    return f"model: not a GPT-2: {fingerprint.difference}; only this code can read its checkpoints"
-
-
 # -- writing
 
 
-def write_model(
-    directory: Path, fields: dict, weights: Weights, fingerprint: Fingerprint, card: dict
-) -> None:
+def write_model(directory: Path, model: GPT, state_dict: Weights, card: dict[str, Any]) -> None:
     """Writes a complete Hugging Face directory. card: the rows of the model card."""
-    kept = {name: without_padding(name, w, fields["vocab_size"]) for name, w in weights.items()}
-    theirs = {name: w.contiguous() for name, w in turned(kept).items()}
+    names = [name for name, _ in model.named_parameters()]  # a tied weight has one
+    weights = transposed({name: model.without_padding(name, state_dict[name]) for name in names})
+    theirs = {name: w.contiguous() for name, w in weights.items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
     shutil.copyfile(TOKENIZER_JSON, directory / "tokenizer.json")
-    for name, content in json_files(fields, fingerprint).items():
+    for name, content in json_files(asdict(model.config), model.fingerprint).items():
         (directory / name).write_text(json.dumps(content, indent=2))
-    text = model_card(sum(w.numel() for w in kept.values()), card, fingerprint.difference)
+    text = model_card(model.num_params(), card, model.fingerprint.difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 
-def json_files(fields: dict, fingerprint: Fingerprint) -> dict[str, dict]:
+def json_files(fields: dict[str, Any], fingerprint: Fingerprint) -> dict[str, dict[str, Any]]:
     """What Hugging Face's libraries read about a model, by file."""
     T = fields["block_size"]
-    gpt2 = dict(
+    ends = dict(bos_token_id=EOT, eos_token_id=EOT)
+    gpt2: dict[str, Any] = dict(
         architectures=["GPT2LMHeadModel"],
         model_type="gpt2",
         vocab_size=fields["vocab_size"],
@@ -234,11 +239,8 @@ def json_files(fields: dict, fingerprint: Fingerprint) -> dict[str, dict]:
         n_embd=fields["n_embd"],
         activation_function="gelu_new",
         layer_norm_epsilon=1e-5,
-        resid_pdrop=0.0,  # trained without dropout
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=EOT,
-        eos_token_id=EOT,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # no dropout
+        **ends,
         dtype="float32",
     )
     changed = dict(
@@ -247,9 +249,10 @@ def json_files(fields: dict, fingerprint: Fingerprint) -> dict[str, dict]:
         difference=fingerprint.difference,
         gpt_config=fields,
         fingerprint=fingerprint.logits,
+        loss=fingerprint.loss,
     )
     # transformers' pipeline asks any model for 256 tokens, and cannot slide the window
-    generation = dict(bos_token_id=EOT, eos_token_id=EOT, max_new_tokens=min(256, T // 2))
+    generation = dict(**ends, max_new_tokens=min(256, T // 2))
     tokenizer = dict(tokenizer_class="GPT2Tokenizer", model_max_length=T, add_prefix_space=False)
     tokenizer |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     return {

@@ -1,26 +1,34 @@
 """What a run writes down: log.txt, metrics.jsonl and a tracker. Reads the two files back, too."""
 
+from __future__ import annotations
+
 import importlib
 import json
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-from support.common import UserError, say, sync, write_whole
+from support.common import UserError, say, sync, write_whole, writing
 
-# The streams of log.txt: the field of a record that holds the value, and its digits
-STREAMS = {"train": ("loss", 6), "val": ("val_loss", 4), "hella": ("hellaswag", 4)}
+if TYPE_CHECKING:
+    from support.distributed import World
+
+# Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
+EVENTS = ("run", "resume", "diverged", "end")
 RECENT = 10  # reports average so many of the last training losses: a single loss is noise
+GO_ON = "go on with --resume auto"
 
 
 class Log:
     """Writes to the console, log.txt, metrics.jsonl and a tracker, on rank 0 only.
 
-    A line of log.txt is `{step} {stream} {value}`, as in build-nanogpt. Call `start` or `resume`
-    first, then `record` and `say`, then `close`.
+    A line of log.txt is `{step} {stream} {value}`, as in build-nanogpt: a record's type and its
+    first value. Call `start` or `resume` first, then `record`, then `close`.
     """
 
     def __init__(self, log_dir: str | Path, is_main: bool, tracker: str = "none"):
@@ -29,7 +37,7 @@ class Log:
         self.text = self.dir / "log.txt"
         self.metrics = self.dir / "metrics.jsonl"
         self.tracker_name = tracker
-        self.tracker = None
+        self.tracker: Any = None
 
     def start(self, run: dict) -> None:
         """Begins a new run. `run` becomes the first line of metrics.jsonl."""
@@ -49,47 +57,46 @@ class Log:
             records = read_metrics(self.metrics)
             lost = self.metrics.read_bytes().count(b"\n") - len(records)
             if lost > 0:  # a kill only cuts the last line, which then has no end
-                self.say(f"{self.metrics}: damaged lines left out: {lost}")
-        done = step if evaluated else step - 1
-        last = {"train": step - 1, "end": step - 1, "val": done, "hella": done, "samples": done}
-        kept = [r for r in records if r.get("step", 0) <= last.get(r["type"], step)]
+                say(f"{self.metrics}: damaged lines left out: {lost}")
+        kept = [r for r in records if is_before(r, step, evaluated)]
         self.begin([*kept, {"type": "resume", "step": step, **run}])
 
     def open_tracker(self, run: dict, step: int) -> None:
-        self.tracker = open_tracker(self.tracker_name, self.dir, run, step)
+        """Makes `tracker` something with wandb's `log(values, step=…)` and `finish()`."""
+        if self.tracker_name == "tensorboard":
+            self.tracker = open_tensorboard(self.dir / "tensorboard", step)
+        elif self.tracker_name != "none":
+            self.tracker = importlib.import_module(self.tracker_name)
+            settings = run["config"] | run.get("model", {})
+            self.tracker.init(project="gpt2", name=self.dir.name, config=settings)
 
     def begin(self, records: list[dict]) -> None:
         """Replaces both files."""
-        with writing(self.dir):
-            self.dir.mkdir(parents=True, exist_ok=True)
-            write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
-            write_whole(self.text, "".join(map(line_of, records)).encode())
+        write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
+        write_whole(self.text, "".join(map(line_of, records)).encode())
 
-    def record(self, step: int, type: str, **values) -> None:
-        """Adds a line to metrics.jsonl. log.txt gets the losses and the HellaSwag score."""
+    def record(self, step: int, type: str, **values: Any) -> None:
+        """Adds a line to metrics.jsonl, and to log.txt if the first of the values is a number."""
         if not self.is_main:
             return
         record = {"type": type, "step": step, **values}
-        with writing(self.dir), open(self.metrics, "a") as metrics, open(self.text, "a") as text:
-            metrics.write(json.dumps(record) + "\n")
-            text.write(line_of(record))
-        if type == "samples":
-            values["samples"] = "\n\n---\n\n".join(values["samples"])
+        with writing(self.dir, GO_ON), open(self.metrics, "a") as file:
+            file.write(json.dumps(record) + "\n")
+        with writing(self.dir, GO_ON), open(self.text, "a") as file:
+            file.write(line_of(record))
         if self.tracker:
-            known = {f"{type}/{k}": v for k, v in values.items() if v is not None}
+            if type == "samples":
+                values["samples"] = "\n\n---\n\n".join(values["samples"])
+            kinds = (int, float, str)
+            known = {f"{type}/{k}": v for k, v in values.items() if isinstance(v, kinds)}
             self.tracker.log(known, step=step)
 
     def sync(self) -> None:
         """Waits until everything recorded is on the disk."""
         if self.is_main:
-            with writing(self.dir):
+            with writing(self.dir, GO_ON):
                 sync(self.text)
                 sync(self.metrics)
-
-    def say(self, message: str = "") -> None:
-        """Prints on rank 0."""
-        if self.is_main:
-            say(message)
 
     def close(self) -> None:
         if self.tracker:
@@ -97,7 +104,7 @@ class Log:
 
 
 @contextmanager
-def alone_in(log_dir: str | Path, world, patience: float):
+def alone_in(log_dir: str | Path, world: World, patience: float) -> Iterator[None]:
     """Locks log_dir, so that no second run spoils its files. Any end of the process unlocks it.
 
     Raises UserError on every rank if another run still holds the lock after `patience` seconds.
@@ -105,13 +112,14 @@ def alone_in(log_dir: str | Path, world, patience: float):
     from filelock import FileLock, Timeout
 
     lock = FileLock(Path(log_dir) / ".lock", timeout=patience)
-    with world.together(), writing(Path(log_dir)):
+    with world.fail_together(), writing(Path(log_dir)):
         try:
             if world.is_main:
                 lock.acquire()  # makes the directory, too
         except Timeout:
-            what = f"another run is writing to {log_dir}"
-            raise UserError(f"{what}: wait for it, or choose another --log-dir") from None
+            raise UserError(
+                f"another run is writing to {log_dir}: wait for it, or choose another --log-dir"
+            ) from None
         except NotImplementedError:
             say(f"{log_dir}: this file system has no locks: let no other run write here")
     try:
@@ -120,21 +128,22 @@ def alone_in(log_dir: str | Path, world, patience: float):
         lock.release()
 
 
-@contextmanager
-def writing(directory: Path):
-    """Adds to an OSError what could not be written, and the way out."""
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename or directory} cannot be written ({error.strerror})"
-        raise UserError(f"{what}: solve that, then go on with --resume auto") from None
-
-
 def line_of(record: dict) -> str:
-    """A record's line of log.txt; empty for samples and the like."""
-    name, digits = STREAMS.get(record["type"], ("", 0))
-    value = record.get(name)
-    return "" if value is None else f"{record['step']} {record['type']} {value:.{digits}f}\n"
+    """A record's line of log.txt, with its first value; empty for samples and events."""
+    value = next((value for key, value in record.items() if key not in ("type", "step")), None)
+    if record["type"] in EVENTS or not isinstance(value, int | float):
+        return ""
+    digits = 6 if record["type"] == "train" else 4
+    return f"{record['step']} {record['type']} {value:.{digits}f}\n"
+
+
+def is_before(record: dict, step: int, evaluated: bool) -> bool:
+    """Whether a record stays in the log of a run that goes on at this step, evaluated or not."""
+    at = record.get("step", 0)
+    if record["type"] in ("run", "resume"):
+        return at <= step
+    is_evaluation = record["type"] not in ("train", *EVENTS)
+    return at < step or (at == step and is_evaluation and evaluated)
 
 
 # -- reading back
@@ -167,9 +176,9 @@ def read_log(path: Path) -> dict[str, tuple]:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The records of metrics.jsonl. Skips damaged lines."""
+    """The records of metrics.jsonl; none without the file. Skips damaged lines."""
     records = []
-    for line in path.read_text(errors="replace").splitlines():
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         with suppress(json.JSONDecodeError):
             record = json.loads(line)
             if isinstance(record, dict) and "type" in record:
@@ -182,14 +191,13 @@ def starts_of(records: list[dict]) -> list[dict]:
     return [record for record in records if record["type"] in ("run", "resume")]
 
 
-def read_run(directory: str | Path, **config) -> LoggedRun:
+def read_run(directory: str | Path, **config: Any) -> LoggedRun:
     """Reads a run's directory. `config` describes a run that has only a log.txt:
 
     read_run("build-nanogpt/log", data_dir="edu_fineweb10B", total_batch_size=524288, n_layer=12)
     """
     directory = Path(directory)
-    metrics = directory / "metrics.jsonl"
-    records = read_metrics(metrics) if metrics.exists() else []
+    records = read_metrics(directory / "metrics.jsonl")
     first = records[0] if records else {}
     config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
@@ -203,21 +211,11 @@ def read_runs(*patterns: str) -> list[LoggedRun]:
     return [read_run(log.parent) for log in logs]
 
 
-# -- trackers
-
-
-def open_tracker(name: str, log_dir: Path, run: dict, step: int):
-    """Returns None or something with wandb's `log(values, step=…)` and `finish()`."""
-    if name == "none":
-        return None
-    if name != "tensorboard":
-        service = importlib.import_module(name)
-        service.init(project="gpt2", name=log_dir.name, config=run["config"] | run.get("model", {}))
-        return service
+def open_tensorboard(directory: Path, step: int) -> Any:
+    """TensorBoard with wandb's interface. A resumed run replaces the steps from `step` on."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step: a resumed run replaces the steps that it repeats
-    writer = SummaryWriter(log_dir / "tensorboard", purge_step=step)
+    writer = SummaryWriter(directory, purge_step=step)
 
     def log(values: dict, step: int) -> None:
         for name, value in values.items():

@@ -2,9 +2,12 @@
 
 import gc
 import io
+import json
 import math
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,33 +18,19 @@ from support.log import RECENT, LoggedRun, read_run
 # From Okabe & Ito's palette; the purple is Tol's, which is darker.
 BLUE = "#0072B2"
 RED = "#D55E00"
-GREEN = "#009E73"
-PURPLE = "#AA4499"
 BLACK = "#000000"
-GREY = "#666666"
 PALE = "#949494"  # for bars beside others
-COLORS = (BLUE, RED, GREEN, PURPLE, BLACK)
+COLORS = (BLUE, RED, "#009E73", "#AA4499", BLACK)  # the third is green, the fourth purple
 
-# OpenAI's models on two texts and on HellaSwag. The texts have the names of the directories that
-# fineweb.py, build-nanogpt and llm.c make. Sources: build-nanogpt's play.ipynb and llm.c's
-# dev/vislog.ipynb
-FINEWEB = {"124M": 3.424958, "350M": 3.083089, "774M": 3.000580, "1558M": 2.831273}
-GPT2_VAL_LOSS = {
-    "edu_fineweb10B": {"124M": 3.2924},
-    "fineweb-edu-10B": {"124M": 3.2924},
-    "fineweb10B": FINEWEB,
-    "fineweb-10B": FINEWEB,
-}
-GPT2_HELLASWAG = {"124M": 0.294463, "350M": 0.375224, "774M": 0.431986, "1558M": 0.488946}
-GPT3_HELLASWAG = {"124M": 0.337, "350M": 0.436, "774M": 0.510, "1558M": 0.547}
-SIZES = {(12, 768): "124M", (24, 1024): "350M", (36, 1280): "774M", (48, 1600): "1558M"}
+OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
+Label = tuple[float, str, str]  # a value, its text, its colour
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
 
 
 # -- figures and axes
 
 
-def new_figure(rows: int, columns: int, height: float = 4.0):
+def new_figure(rows: int, columns: int, height: float = 4.0) -> tuple[Any, list]:
     """A figure as wide as a notebook, and the list of its axes; height: inches per row."""
     from matplotlib.figure import Figure  # not pyplot's, which would keep it in memory
 
@@ -49,7 +38,7 @@ def new_figure(rows: int, columns: int, height: float = 4.0):
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def tidy(axis) -> None:
+def tidy(axis: Any) -> None:
     """Adds a light grid and, if something is labelled, a legend. Removes the frame."""
     axis.grid(alpha=0.25)
     axis.set_axisbelow(True)
@@ -58,14 +47,14 @@ def tidy(axis) -> None:
         axis.legend(frameon=False, fontsize=9)
 
 
-def label_x(axis, label: str) -> None:
+def label_x(axis: Any, label: str) -> None:
     axis.set_xlabel(label)
     axis.locator_params(axis="x", nbins=6, integer=label == "step")
     axis.xaxis.set_major_formatter("{x:,g}")
     tidy(axis)
 
 
-def scale_x(axis, runs: list[LoggedRun]) -> list[float]:
+def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
     """Labels x: steps, or tokens if the runs differ in their batch. Returns x per step of each."""
     batches = [run.config.get("total_batch_size", 0) for run in runs]
     if len(set(batches)) > 1 and min(batches) > 0:
@@ -75,33 +64,33 @@ def scale_x(axis, runs: list[LoggedRun]) -> list[float]:
     return [1] * len(runs)
 
 
-def smooth(values, window: int) -> np.ndarray:
+def smooth(values: np.ndarray, window: int) -> np.ndarray:
     """Averages the `window` values (an odd number) around each; at the ends, those that exist."""
     around = np.ones(window)
     return np.convolve(values, around, "same") / np.convolve(np.ones(len(values)), around, "same")
 
 
-def draw_smoothed(axis, x, values: list[float], color: str) -> np.ndarray:
+def draw_smoothed(axis: Any, x: np.ndarray, values: np.ndarray, color: str) -> np.ndarray:
     """Draws and returns the average around each point. Long runs get a band of one deviation."""
     window = min(51, len(values) // 25 | 1)
     mean = smooth(values, window)
     if window > 1:
         deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
-        low = np.maximum(mean - deviation, min(values))
+        low = np.maximum(mean - deviation, values.min())
         axis.fill_between(x, low, mean + deviation, color=color, alpha=0.2, linewidth=0)
     axis.plot(x, mean, color=color, linewidth=1.4)
     return mean
 
 
-def label_lines(axis, labels: list[tuple[float, str, str]]) -> None:
-    """Names values at the right edge: (value, text, colour). Texts that are moved apart point."""
+def label_lines(axis: Any, labels: list[Label]) -> None:
+    """Names values at the right edge. Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
     y = -math.inf
     for value, text, color in sorted(labels):
         y = max(value, y + 0.07 * (top - bottom))
-        how = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
-        axis.annotate(text, (1, value), (1.02, y), along, fontsize=9, va="center", **how)
+        style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
+        axis.annotate(text, (1, value), (1.02, y), along, fontsize=9, va="center", **style)
 
 
 # -- runs
@@ -123,7 +112,7 @@ def plot_run(log_dir: str | Path) -> None:
     gc.collect()  # a figure refers to itself: its 14 MB would stay until Python happens to look
 
 
-def save_picture(figure, path: Path, **options) -> None:
+def save_picture(figure: Any, path: Path, **options: Any) -> None:
     """Writes a figure as a PNG file, whole or not at all. The options are savefig's."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png", **options)
@@ -137,10 +126,11 @@ def text_of(run: LoggedRun) -> str:
 
 def size_of(run: LoggedRun) -> str:
     """OpenAI's name for a model of this size, "" if there is none."""
-    return SIZES.get((run.config.get("n_layer", 12), run.config.get("n_embd", 768)), "")
+    shape = f"{run.config.get('n_layer', 12)} x {run.config.get('n_embd', 768)}"
+    return OPENAI["sizes"].get(shape, "")
 
 
-def plot_by_text(draw, runs: list[LoggedRun]):
+def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     """Draws the runs on each text in a panel of its own. draw: draw_loss or draw_hellaswag."""
     texts = list(dict.fromkeys(map(text_of, runs)))
     figure, axes = new_figure(len(texts), 1)
@@ -150,35 +140,33 @@ def plot_by_text(draw, runs: list[LoggedRun]):
     return figure
 
 
-def draw_loss(axis, runs: list[LoggedRun]) -> None:
+def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, smoothed, and validation loss as dots."""
     alone = len(runs) == 1
     levels = {}
-    for run in runs:
-        loss = GPT2_VAL_LOSS.get(text_of(run), {}).get(size_of(run))
-        if loss:
-            levels[f"OpenAI's {size_of(run)} {loss:.3f}"] = loss
+    for size in map(size_of, runs):
+        if loss := OPENAI["val_loss"].get(text_of(runs[0]), {}).get(size):
+            levels[f"OpenAI's {size} {loss:.3f}"] = loss
     labels = draw_levels(axis, levels)
     tops = list(levels.values())
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         if "train" in run.streams:
-            steps, losses = run.streams["train"]
-            mean = draw_smoothed(axis, np.array(steps) * unit, losses, color)
+            steps, losses = map(np.array, run.streams["train"])
+            mean = draw_smoothed(axis, steps * unit, losses, color)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
                 last = losses[-RECENT:]
                 text = f"training {np.mean(last):.2f} (last {len(last)})"
                 labels.append((np.mean(last), text, color))
         if "val" in run.streams:
-            steps, losses = run.streams["val"]
+            steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
             ink = RED if alone else color
             labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
-            y = np.array(losses)
-            tops.append(y[in_view(run, steps)].max())
-            seen = y <= max(tops)
-            x = np.array(steps)[seen] * unit
-            axis.plot(x, y[seen], "o-", color=ink, markersize=5.5, markeredgecolor="white")
+            tops.append(losses[in_view(run, steps)].max())
+            seen = losses <= max(tops)
+            style = dict(color=ink, markersize=5.5, markeredgecolor="white")
+            axis.plot(steps[seen] * unit, losses[seen], "o-", **style)
             if alone and not seen[0]:
                 point_above(axis, steps[0], losses[0])
     if tops:
@@ -189,32 +177,22 @@ def draw_loss(axis, runs: list[LoggedRun]) -> None:
     label_lines(axis, labels)
 
 
-def in_view(run: LoggedRun, steps: list[int]) -> np.ndarray:
+def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
     """Which steps are after the first tenth of a run; the last step, if all are earlier.
 
-    The view ends above their losses. Otherwise the fall from the untrained model's loss would
-    take most of the picture.
+    The view ends above their losses. Otherwise the untrained model's would take most of it.
     """
     last = max(steps[-1] for steps, _ in run.streams.values())
-    return np.array(steps) >= min(last / 10, steps[-1])
+    return steps >= min(last / 10, steps[-1])
 
 
-def point_above(axis, x: float, loss: float) -> None:
-    """Names a loss that lies above the view."""
+def point_above(axis: Any, x: float, loss: float) -> None:
     axis.margins(x=0.11)
-    axis.text(
-        x,
-        0.99,
-        f"▲\n{loss:.2f}\n(above)",
-        transform=axis.get_xaxis_transform(),
-        color=RED,
-        fontsize=8,
-        ha="center",
-        va="top",
-    )
+    style = dict(color=RED, fontsize=8, ha="center", va="top")
+    axis.text(x, 0.99, f"▲\n{loss:.2f}\n(above)", transform=axis.get_xaxis_transform(), **style)
 
 
-def draw_levels(axis, levels: dict[str, float]) -> list[tuple[float, str, str]]:
+def draw_levels(axis: Any, levels: dict[str, float]) -> list[Label]:
     """Draws published figures as dashed lines. Returns their labels for label_lines."""
     for y in levels.values():
         axis.axhline(y, linestyle="--", color=BLACK, linewidth=1.2)
@@ -223,7 +201,7 @@ def draw_levels(axis, levels: dict[str, float]) -> list[tuple[float, str, str]]:
 
 def examples_of(run: LoggedRun) -> int:
     """How many HellaSwag examples a run was scored on; all, if it has only a log.txt."""
-    totals = [record["total"] for record in run.records if record["type"] == "hella"]
+    _, totals = run.series("total", "hella")
     return totals[-1] if totals else 10042
 
 
@@ -232,12 +210,12 @@ def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
     return [run for run in runs if "hella" in run.streams and examples_of(run) >= FEWEST_EXAMPLES]
 
 
-def draw_hellaswag(axis, runs: list[LoggedRun]) -> None:
+def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws HellaSwag accuracy with its standard error. Dashed: chance, OpenAI's models."""
     levels = {"chance": 0.25}
     for size in filter(None, map(size_of, runs)):
-        levels[f"OpenAI's GPT-2 {size}"] = GPT2_HELLASWAG[size]
-        levels[f"OpenAI's GPT-3 {size}"] = GPT3_HELLASWAG[size]
+        for family, scores in OPENAI["hellaswag"].items():
+            levels[f"OpenAI's {family} {size}"] = scores[size]
     labels = draw_levels(axis, levels)
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         steps, scores = map(np.array, run.streams["hella"])
@@ -248,16 +226,13 @@ def draw_hellaswag(axis, runs: list[LoggedRun]) -> None:
     label_lines(axis, labels)
 
 
-def plot_training(runs: list[LoggedRun]):
+def plot_training(runs: list[LoggedRun]) -> Any:
     """Draws learning rate, gradient norm and throughput by step."""
     scale = "log" if len(runs) > 1 else "linear"
-    panels = {
-        "lr": ("learning rate", scale),
-        "norm": ("gradient norm, unclipped", scale),
-        "tokens_per_sec": ("tokens/s", "linear"),
-    }
+    panels = [("lr", "learning rate", scale), ("norm", "gradient norm, unclipped", scale)]
+    panels.append(("tokens_per_sec", "tokens/s", "linear"))
     figure, axes = new_figure(len(panels), 1, height=2.2)
-    for axis, (field, (title, yscale)) in zip(axes, panels.items(), strict=True):
+    for axis, (field, title, yscale) in zip(axes, panels, strict=True):
         for run, color in zip(runs, cycle(COLORS)):
             axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
         axis.set(ylabel=title, yscale=yscale)
@@ -269,7 +244,7 @@ def plot_training(runs: list[LoggedRun]):
 # -- comparisons
 
 
-def plot_comparison(result: dict):
+def plot_comparison(result: dict[str, Any]) -> Any:
     """Draws what compare.py found: validation losses by tokens, and differences to the base."""
     figure, (losses, differences) = new_figure(1, 2)
     for arm, color in zip(result["arms"], cycle(COLORS)):
@@ -283,10 +258,9 @@ def plot_comparison(result: dict):
         against = arm["against"]
         if "mean" in against:
             for difference in against["differences"]:
-                differences.plot(difference, name, "o", color=GREY)
-            differences.errorbar(
-                against["mean"], name, xerr=against["half"], fmt="D", color=color, capsize=5
-            )
+                differences.plot(difference, name, "o", color="#666666")
+            style = dict(xerr=against["half"], fmt="D", color=color, capsize=5)
+            differences.errorbar(against["mean"], name, **style)
     losses.set(ylabel="validation loss", title="a line for each seed")
     label_x(losses, "tokens (millions)")
     differences.axvline(0, color=BLACK, linewidth=1)
@@ -301,17 +275,15 @@ def plot_comparison(result: dict):
 # -- tables of the notebook
 
 
-def table_of_runs(runs: list[LoggedRun]):
+def table_of_runs(runs: list[LoggedRun]) -> Any:
     """A row for each run: its size, length and last losses; HellaSwag with its examples."""
     import pandas
 
+    settings = ("data_dir", "n_layer", "n_embd", "total_batch_size", "max_steps")
     rows = []
     for run in runs:
-        row: dict = {"run": run.name}
-        for name in ("data_dir", "n_layer", "n_embd", "total_batch_size", "max_steps"):
-            row[name] = run.config.get(name)
-        for stream, (_, values) in run.streams.items():
-            row[stream] = values[-1]
+        row: dict = {"run": run.name} | {name: run.config.get(name) for name in settings}
+        row |= {stream: values[-1] for stream, (_, values) in run.streams.items()}
         if "hella" in run.streams:
             row["examples"] = examples_of(run)
         rows.append(row)
@@ -321,8 +293,7 @@ def table_of_runs(runs: list[LoggedRun]):
 def show_samples(runs: list[LoggedRun]) -> None:
     """Prints the first samples of each run, those a fifth of the way in, and its last."""
     for run in runs:
-        records = [record for record in run.records if record["type"] == "samples"]
-        chosen = {0, len(records) // 5, len(records) - 1} if records else ()
-        for record in [records[i] for i in sorted(chosen)]:
-            print(f"\n== {run.name}, step {record['step']:,}")
-            print("\n--\n".join(record["samples"]))
+        steps, samples = run.series("samples", "samples")
+        for i in sorted({0, len(steps) // 5, len(steps) - 1} if steps else ()):
+            print(f"\n== {run.name}, step {steps[i]:,}")
+            print("\n--\n".join(samples[i]))

@@ -7,7 +7,6 @@ import codecs
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import re
@@ -15,12 +14,13 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import distributions
+from itertools import islice
 from pathlib import Path, PurePath
+from typing import Any
 
 from support.common import UserError, first_line, hash_file
 from support.decontaminate import Benchmark, cut_out
@@ -33,26 +33,27 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "tinystories": "hub:roneneldan/TinyStories",
     "openwebtext": "hub:Skylion007/openwebtext",
 }
-CHAR_RNN = "https://raw.githubusercontent.com/karpathy/char-rnn/master"
-TINYSHAKESPEARE = f"{CHAR_RNN}/data/tinyshakespeare/input.txt"
+TINYSHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
-VENDORED = {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
-BY_A_PROGRAM = r"auto-?(matically )?generated|generated (and used )?(by|from)"
-GENERATED = re.compile(  # what a module says of itself
-    rf'^(#|"""|this (file|module)).*({BY_A_PROGRAM})|do(n.t| not) edit',
-    re.IGNORECASE | re.MULTILINE,
+NOT_MODULES |= {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
+GENERATED = re.compile(  # what a module says of itself in its first 1000 characters
+    r'(?im)^(#|"""|this (file|module)).*(auto-?(matically )?generated|'
+    r"generated (and used )?(by|from))|do(n.t| not) edit"
 )
-GENERATED_WITHIN = 1000  # characters: a module's head, where it says so
 HELD_OUT = "4"  # the first digit of the hash of a name: eight packages of requirements.txt have it
 PACKAGE_BYTES = 4_000_000  # of one package at most: torch and transformers would be half of all
 HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of the validation split
 STRETCH = 2**20  # bytes of a text file that are read at a time
+BEFORE_LAST_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)  # ends in a visible character
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 
 Text = tuple[str, bool]  # a document or a stretch of a long one; whether the document starts here
+# of a batch: its first file, its first text there, its last file, and what was read of that one
+Place = tuple[int, int, int, tuple]
+Batch = tuple[Place, list[Text]]
 
 
 @dataclass(eq=False)
@@ -61,108 +62,96 @@ class File:
     read: Callable[[], Iterator[Text]]
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
-    stamp: list | None = None  # what it was when we began to read it
+    stamp: tuple = ()  # a local file's size, last change and SHA-256 when we began to read it
     held_out: bool = False  # for validation: read before all others
 
 
 # -- finding: the files behind each source, in the order in which they are read
 
 
-def find_sources(
-    sources: Iterable[str], column: str, revision: str, commits: dict[str, str | None]
-) -> Iterator[File]:
-    """Yields all files. A dataset has its commit in `commits`; new ones are added there."""
-    seen: set = set()
-    for source in sources:
+def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
+    """All files, each once. A dataset has its commit in `commits`; new ones are added there."""
+    unique: dict[str | File, File] = {}
+    for source in options["source"]:
         name = HUB.get(source, source)
-        with one_sentence(name):
+        with one_sentence(f"{name} cannot be read"):
             if name.startswith("hub:"):
-                found = list(find_on_hub(name, column, commits.get(source) or revision))
+                revision = commits.get(source) or options["revision"]
+                files = list(find_on_hub(name, options["column"], revision))
             elif source == "stdlib":
-                modules = order_modules(find_stdlib())
-                found = [File(name, partial(read_text, path, "")) for name, path in modules]
+                files = [File(str(n), partial(read_text, p)) for n, p in shuffle(find_stdlib())]
             elif source == "python":
-                found = list(find_python())
+                files = list(find_python())
             elif source == "tinyshakespeare":
-                found = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE, column))]
+                files = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE))]
             else:
-                found = list(find_local(source, column))
-        commits[source] = found[0].commit
-        once = {os.path.realpath(file.name) if file.local else file: file for file in found}
-        new = [file for key, file in once.items() if key not in seen]
-        if again := len(found) - len(new):
-            print(f"--source {source}: {again} named before; each is read once", file=sys.stderr)
-        seen |= once.keys()
-        yield from new
+                files = list(find_local(source, options["column"]))
+        commits[source] = files[0].commit
+        for file in files:
+            unique.setdefault(os.path.realpath(file.name) if file.local else file, file)
+    return list(unique.values())
 
 
 @contextmanager
-def one_sentence(name: str) -> Iterator[None]:
-    """Turns each error of reading a source into a UserError."""
+def one_sentence(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Turns errors, whatever a library raises, into a UserError that begins with the problem."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{name} cannot be read ({reason}); fix that to go on") from error
+    except kind as error:
+        raise UserError(
+            f"{problem} ({type(error).__name__}: {first_line(error)}); fix that to go on"
+        ) from error
 
 
-def find_stdlib() -> dict[str, str]:
-    """The names and paths of the modules of the running Python's library, without its tests."""
+def find_stdlib() -> dict[PurePath, str]:
+    """The names and paths of all modules of the running Python's library."""
     root = Path(sysconfig.get_path("stdlib"))
-    paths = {path.relative_to(root): str(path) for path in root.rglob("*.py")}
-    return {name.as_posix(): path for name, path in paths.items() if is_module(name)}
+    return {path.relative_to(root): str(path) for path in root.rglob("*.py")}
 
 
-def is_module(name: PurePath) -> bool:
-    return name.suffix == ".py" and NOT_MODULES.isdisjoint(name.parts)
-
-
-def order_modules(paths: dict[str, str]) -> list[tuple[str, str]]:
-    """An order that looks random but is always the same: the first ones are a sample."""
-    return sorted(paths.items(), key=lambda item: hashlib.sha256(item[0].encode()).digest())
+def shuffle(paths: dict[PurePath, str]) -> list[tuple[PurePath, str]]:
+    """All but NOT_MODULES, in an order that looks random but is always the same."""
+    modules = [item for item in paths.items() if NOT_MODULES.isdisjoint(item[0].parts)]
+    return sorted(modules, key=lambda item: hashlib.sha256(item[0].as_posix().encode()).digest())
 
 
 def find_python() -> Iterator[File]:
-    """Yields the modules of the standard library and of the installed packages, without tests.
+    """Yields modules of the standard library and of installed packages, first what is held out.
 
-    Vendored copies and generated files are left out. A package is held out if the SHA-256 of its
-    name begins with HELD_OUT. From all others we cut what it shares with them, NGRAM words or more.
+    Tests, vendored copies and generated files are left out. A package is held out if the SHA-256 of
+    its name begins with HELD_OUT. From the others we cut each NGRAM words that it shares with them.
     """
     packages: dict[str, list] = {}
     for distribution in distributions():  # the first of a name is the one that Python imports
-        if name := distribution.metadata["Name"]:  # none: pip has left it half deleted
-            packages.setdefault(re.sub(r"[-_.]+", "-", name).lower(), distribution.files or [])
-    held_out: dict[str, str] = {}
-    others = {name: path for name, path in find_stdlib().items() if is_written_by_hand(path)}
+        if project := distribution.metadata["Name"]:  # none: pip has left it half deleted
+            packages.setdefault(re.sub(r"[-_.]+", "-", project).lower(), distribution.files or [])
+    held_out: dict[PurePath, str] = {}
+    others = {name: path for name, path in shuffle(find_stdlib()) if is_written_by_hand(path)}
     for package, files in packages.items():
-        names = [n for n in files if is_module(n) and VENDORED.isdisjoint(n.parts)]
-        held = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
-        room = HELD_OUT_BYTES if held else PACKAGE_BYTES
-        for name, path in order_modules({n.as_posix(): str(n.locate()) for n in names}):
-            size = os.path.getsize(path) if os.path.exists(path) else 0
-            if 0 < size <= room and is_written_by_hand(path):
-                room -= size
-                (held_out if held else others)[name] = path
+        is_held_out = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
+        room = HELD_OUT_BYTES if is_held_out else PACKAGE_BYTES
+        for name, path in shuffle({n: str(n.locate()) for n in files if n.suffix == ".py"}):
+            if is_written_by_hand(path) and os.path.getsize(path) <= room:
+                room -= os.path.getsize(path)
+                (held_out if is_held_out else others)[name] = path
     if not held_out:
         raise UserError("no installed package is held out: run it in the environment of make setup")
-    folders = sorted({name.partition("/")[0] for name in held_out})
-    print(f"held out for validation: {', '.join(folders)}", file=sys.stderr)
+    print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
-    for name, path in order_modules(held_out):
-        yield File(name, partial(read_text, path, ""), held_out=True)
-    for name, path in order_modules(others):
-        yield File(name, partial(read_without, path, benchmark))
+    for name, path in shuffle(held_out):
+        yield File(str(name), partial(read_text, path), held_out=True)
+    for name, path in shuffle(others):
+        yield File(str(name), partial(read_without, path, benchmark))
 
 
 def is_written_by_hand(path: str) -> bool:
-    """Whether a module is in UTF-8, not empty, and does not say that it was generated."""
-    try:
+    """Whether a module is there, in UTF-8, not empty, and does not say that it was generated."""
+    with suppress(OSError, UnicodeDecodeError):
         text = Path(path).read_text("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return bool(text) and not GENERATED.search(text[:GENERATED_WITHIN])
+        return bool(text) and not GENERATED.search(text[:1000])
+    return False
 
 
 def find_paths(source: str) -> list[str]:
@@ -179,9 +168,10 @@ def find_local(source: str, column: str) -> Iterator[File]:
     for path in paths:
         kind = path.removesuffix(".gz").rpartition(".")[2]
         if kind not in READERS:
-            raise UserError(
-                f"--source {path}: give .txt, .jsonl or .parquet files, as '{path}/*.txt'"
-            )
+            globs = [os.path.join(path, f"*.{kind}{gz}") for kind in READERS for gz in ("", ".gz")]
+            matching = [f"'{pattern}'" for pattern in globs if glob.glob(pattern)]
+            hint = f"give {' '.join(matching)}" if matching else "copy plain text to a .txt file"
+            raise UserError(f"--source {path}: .txt, .jsonl and .parquet are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
 
 
@@ -194,44 +184,50 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
     repository, config, split, own_column = f"{source.removeprefix('hub:')}:::".split(":")[:4]
     split = split or "train"
     column = own_column or column
-    ask = partial(HfApi().dataset_info, repository, revision=revision or None)
-    answer = ThreadPoolExecutor(1).submit(ask)  # its own timeout is for each of many addresses
-    if not wait([answer], FIRST_ANSWER).done:
-        raise TimeoutError(f"no answer in {FIRST_ANSWER} s")
-    commit = answer.result().sha
-    builder = load_dataset_builder(repository, config or None, revision=commit)
+    info = HfApi().dataset_info(repository, revision=revision or None, timeout=FIRST_ANSWER)
+    builder = load_dataset_builder(repository, config or None, revision=info.sha)
     stream = builder.as_streaming_dataset(split).select_columns(column).with_format("arrow")
     urls = builder.config.data_files[split]
     for i, url in enumerate(urls):  # each file is a shard of the stream
-        yield File(url, partial(read_hub, stream.shard(len(urls), i), column), commit)
+        tables = partial(stream.shard(len(urls), i).iter, batch_size=100)
+        yield File(url, partial(read_rows, tables, column), info.sha)
 
 
-def make_stamp(path: str, known: list | None = None) -> list:
-    """A file's bytes, the time of its last change, and its SHA-256: the known one if it can be."""
-    status = os.stat(path)
-    now = [status.st_size, status.st_mtime_ns]
-    return known if known and known[:2] == now else [*now, hash_file(Path(path))]
-
-
-def find_changes(sources: list[str], read: dict[str, list], all_read: bool) -> list[str]:
+def find_changes(options: dict, stamps: dict[str, list], all_read: bool) -> list[str]:
     """How local files differ from those that were read, a phrase each; none if all are deleted.
 
-    read: {path: stamp}, in order. all_read: they are all that the sources had.
+    stamps: of the files that were read, in order. all_read: they are all that the sources had.
     """
-    now = {os.path.realpath(path): path for source in sources for path in find_paths(source)}
-    then = {os.path.realpath(path): path for path in read}
-    same = [then[key] for key in then if key in now]
-    first = list(now)[: None if all_read else len(same)]
-    changes = [f"{p} has changed" for p in same if make_stamp(p, read[p])[2] != read[p][2]]
-    changes += [f"{now[key]} is new" for key in first if key not in then]
-    changes += [f"{then[key]} is gone" for key in then if key not in now]
-    return changes if now else []
+    present = {os.path.realpath(p): p for source in options["source"] for p in find_paths(source)}
+    read = {os.path.realpath(path): path for path in stamps}
+    same = [read[key] for key in read if key in present]
+    expected = list(present)[: None if all_read else len(same)]
+    changes = [f"{p} has changed" for p in same if has_changed(p, options["column"], stamps[p])]
+    changes += [f"{present[key]} is new" for key in expected if key not in read]
+    changes += [f"{read[key]} is gone" for key in read if key not in present]
+    return changes if present else []
+
+
+def has_changed(path: str, column: str, stamp: list) -> bool:
+    """Whether the text that was read of a local file is another one now. stamp: of the reading.
+
+    A stamp is (size, time of the last change, SHA-256). Of a file that was not read to its end, the
+    hash is that of the texts that were read, and their number follows: the rest may change.
+    """
+    status = os.stat(path)
+    if [status.st_size, status.st_mtime_ns] == stamp[:2]:
+        return False
+    if len(stamp) == 3:
+        return hash_file(Path(path)) != stamp[2]
+    [file] = find_local(path, column)
+    last = islice(read_patiently(file), stamp[3] - 1, stamp[3])
+    return [sha256.hexdigest() for _, sha256 in last] != [stamp[2]]
 
 
 # -- reading each kind of file
 
 
-def open_file(path: str):
+def open_file(path: str) -> Any:
     """Opens a file, decompressed if its name says so, or a text on the web, as bytes."""
     if path.startswith("http"):
         import requests
@@ -244,10 +240,7 @@ def open_file(path: str):
     return fsspec.open(path, compression="infer")
 
 
-BEFORE_LAST_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)  # ends in a visible character
-
-
-def read_text(path: str, column: str) -> Iterator[Text]:
+def read_text(path: str, column: str = "") -> Iterator[Text]:
     """Yields a text file, one document, in stretches with the same tokens as the whole.
 
     A stretch ends between a visible character and a space. No word of GPT-2's pattern has both
@@ -257,25 +250,20 @@ def read_text(path: str, column: str) -> Iterator[Text]:
     text = ""
     starts = True
     with open_file(path) as file:
-        while True:
-            data = file.read(STRETCH)
-            ended = len(data) < STRETCH
+        while len(data := file.read(STRETCH)) == STRETCH:
             seen = max(0, len(text) - 1)  # no stretch ends before: this keeps the time linear
-            text += decoder.decode(data, ended)
-            if ended:
-                yield text, starts
-                return
+            text += decoder.decode(data)
             if stretch := BEFORE_LAST_SPACE.match(text, seen):
                 yield text[: stretch.end()], starts
                 text = text[stretch.end() :]
                 starts = False
+    yield text + decoder.decode(data, final=True), starts
 
 
 def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:
-    """Yields what is left of a file, in whole lines, without what the benchmark has too."""
-    text = "".join(stretch for stretch, _ in read_text(path, ""))
-    spans, _ = cut_out(text, benchmark().find(text))
-    for start, end in spans:
+    """Yields a file in whole lines, without the text that the benchmark has too."""
+    text = "".join(stretch for stretch, _ in read_text(path))
+    for start, end in cut_out(text, benchmark().find(text))[0]:
         piece = text[start:end]
         if start:
             piece = piece.partition("\n")[2]
@@ -287,16 +275,12 @@ def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text
 
 def read_jsonl(path: str, column: str) -> Iterator[Text]:
     """Yields the text that each line, a JSON object, has under `column`."""
+    expected = f"a JSON object with a text as its {column!r} (--column) was expected"
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                try:
-                    text = json.loads(line)[column]
-                except (ValueError, KeyError, TypeError):
-                    text = None
-                if not isinstance(text, str):
-                    told = f"{path}, line {number}: a JSON object with a text as its {column!r}"
-                    raise UserError(f"{told} was expected; --column names another")
+                with one_sentence(f"{path}, line {number}: {expected}"):
+                    text = json.loads(line)[column] + ""  # a TypeError if it is not a text
                 yield text, True
 
 
@@ -306,19 +290,15 @@ def read_parquet(path: str, column: str) -> Iterator[Text]:
 
     # pre-buffering would hold the whole column in memory
     with pq.ParquetFile(path, buffer_size=STRETCH, pre_buffer=False) as parquet:
-        names = parquet.schema_arrow.names
-        if column not in names:
+        if column not in (names := parquet.schema_arrow.names):
             raise UserError(f"{path} has no column {column!r} but {names}; --column names another")
-        yield from read_rows(parquet.iter_batches(100, columns=[column], use_threads=False), column)
+        tables = partial(parquet.iter_batches, 100, columns=[column], use_threads=False)
+        yield from read_rows(tables, column)
 
 
-def read_hub(stream, column: str) -> Iterator[Text]:
-    yield from read_rows(stream.iter(batch_size=100), column)
-
-
-def read_rows(tables: Iterable, column: str) -> Iterator[Text]:
+def read_rows(tables: Callable[[], Iterable], column: str) -> Iterator[Text]:
     """Yields each row of a column of Arrow's tables; a null is an empty document."""
-    for table in tables:
+    for table in tables():
         for text in table.column(column).cast("string").to_pylist():
             yield text or "", True
 
@@ -329,36 +309,40 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 # -- batches
 
 
-def read_batches(
-    files: list[File], file: int = 0, number: int = 0
-) -> Iterator[tuple[tuple[int, int, int], list[Text]]]:
-    """Yields ((file and number of its first text, file of its last), batch) from a place on."""
+def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[Batch]:
+    """Yields batches of texts, each with its place, from text `number` of a file on."""
     batch: list[Text] = []
     chars = 0
     for i in range(file, len(files)):
-        for j, text in enumerate(read_patiently(files[i], number), number):
+        texts = enumerate(read_patiently(files[i]))
+        for j, (text, sha256) in islice(texts, number if i == file else 0, None):
             if not batch:
-                place = (i, j)
+                begin = (i, j)
             batch.append(text)
             chars += len(text[0])
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                yield (*place, i), batch
+                stamp = files[i].stamp and (*files[i].stamp[:2], sha256.hexdigest(), j + 1)
+                yield (*begin, i, stamp), batch
                 batch = []
                 chars = 0
-        number = 0  # the next file is read from its start
     if batch:
-        yield (*place, i), batch
+        yield (*begin, i, files[i].stamp), batch
 
 
-def read_patiently(file: File, number: int) -> Iterator[Text]:
-    """Yields the texts of a file from a number on. Goes on there after the hub has failed."""
-    with one_sentence(file.name):
+def read_patiently(file: File) -> Iterator[tuple[Text, Any]]:
+    """Yields each text and, of a local file, the hash of all so far. Retries if the hub fails."""
+    sha256 = hashlib.sha256()
+    number = 0
+    with one_sentence(f"{file.name} cannot be read"):
         if file.local:
-            file.stamp = make_stamp(file.name)
+            status = os.stat(file.name)
+            file.stamp = (status.st_size, status.st_mtime_ns, hash_file(Path(file.name)))
         for wait in (*WAITS, None):
             try:
-                for text in itertools.islice(file.read(), number, None):
-                    yield text
+                for text in islice(file.read(), number, None):
+                    if file.local:  # UTF-8 has no byte FF: it ends the text
+                        sha256.update(text[0].encode("utf-8", "surrogatepass") + b"\xff")
+                    yield text, sha256
                     number += 1
                 return
             except Exception as error:

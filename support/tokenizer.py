@@ -4,6 +4,7 @@ import base64
 import re
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,18 +23,14 @@ LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{1000
 
 
 @lru_cache(maxsize=1)
-def get_tokenizer():
+def get_tokenizer() -> Any:
     """GPT-2's tokenizer. `encode_ordinary(text)` takes a literal <|endoftext|> for plain text."""
     import tiktoken
 
     lines = RANKS_FILE.read_bytes().splitlines()
     ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     return tiktoken.Encoding(
-        "gpt2",
-        pat_str=PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={"<|endoftext|>": EOT},
-        explicit_n_vocab=VOCAB_SIZE,
+        "gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": EOT}
     )
 
 
@@ -49,14 +46,14 @@ def encode(text: str) -> list[int]:
 
 
 def encode_to_arrays(text: str) -> list[np.ndarray]:
-    """The same tokens as arrays, one for each part of a long text.
+    """The same tokens as arrays, one for each piece of a long text.
 
     tiktoken fails where a million spaces precede a word. GPT-2's pattern takes all but the last
     of them for one word, so we cut the text before the last. No token changes.
     """
-    parts = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
+    pieces = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
     try:
-        return [get_tokenizer().encode_to_numpy(part, disallowed_special=()) for part in parts]
+        return [get_tokenizer().encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
     except UnicodeEncodeError:
         return encode_to_arrays(replace_surrogates(text))
 
@@ -73,6 +70,5 @@ def check_vocabulary(model: str, vocab_size: int) -> None:
     """Raises UserError if the vocabulary is not GPT-2's. model: its name."""
     if vocab_size != VOCAB_SIZE:
         raise UserError(
-            f"{model} has a vocabulary of {vocab_size} tokens, expected GPT-2's {VOCAB_SIZE}: "
-            "use a model with GPT-2's vocabulary"
+            f"{model} has {vocab_size} tokens in its vocabulary: use one with GPT-2's {VOCAB_SIZE}"
         )

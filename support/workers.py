@@ -6,13 +6,13 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 
 from support.common import run_script
 
 
-def start_pool(workers: int, prepare: Callable, argument) -> ProcessPoolExecutor:
+def start_pool(workers: int, prepare: Callable, argument: object) -> ProcessPoolExecutor:
     """Starts processes that first call prepare(argument). Start threads after this."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # at os._exit
     pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(prepare, argument))
@@ -20,7 +20,7 @@ def start_pool(workers: int, prepare: Callable, argument) -> ProcessPoolExecutor
     return pool
 
 
-def start_worker(prepare: Callable, argument) -> None:
+def start_worker(prepare: Callable, argument: object) -> None:
     """Prepares a worker. It leaves Ctrl-C to its parent, and ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -40,16 +40,11 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
     """
     taker = ThreadPoolExecutor(1)
     workers = set(multiprocessing.active_children())
-
-    def start_next() -> tuple[object, Future] | None:
-        for key, value in items:
-            return key, pool.submit(work, value)
-        return None
-
-    started = deque(taker.submit(start_next) for _ in range(ahead))
-    while item := started.popleft().result():
-        started.append(taker.submit(start_next))
-        key, future = item
+    tasks = ((key, pool.submit(work, value)) for key, value in items)
+    started = deque(taker.submit(next, tasks, None) for _ in range(ahead))
+    while task := started.popleft().result():
+        started.append(taker.submit(next, tasks, None))
+        key, future = task
         # a pool does not notice a worker that was killed while it handed over its result
         while not wait([future], timeout=1).done:
             alive = set(multiprocessing.active_children())
@@ -59,7 +54,7 @@ def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead:
         yield key, future.result()
 
 
-def run_and_exit(main: Callable[[], None]) -> None:
+def run_and_exit(main: Callable[[list[str]], None]) -> None:
     """Runs `main`, then ends this process at once. Ctrl-C also ends it.
 
     Python would wait for threads that read the hub, and can hang (apache/arrow#45214).
@@ -68,6 +63,6 @@ def run_and_exit(main: Callable[[], None]) -> None:
     run_script(main, at_once=True)
 
 
-def end_at_ctrl_c(*_) -> None:
+def end_at_ctrl_c(*_: object) -> None:
     os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
     os._exit(130)  # 128 + SIGINT, the shell's convention

@@ -18,6 +18,7 @@ from conftest import (
     weights_hash,
     write_shard,
 )
+from test_hf import loss_of
 from warm import two_ranks
 
 import model as unchanged
@@ -188,12 +189,16 @@ def relu2(self, x):
     return self.c_proj(F.relu(self.c_fc(x)).square())
 
 
-def test_relu2_written_into_the_mlp_is_no_gpt2_and_only_that_code_reads_it(tmp_path, monkeypatch):
+CHANGED = [(unchanged.MLP, "forward", relu2), (GPT, "loss", loss_of(label_smoothing=0.1))]
+
+
+@pytest.mark.parametrize("change", CHANGED)
+def test_another_mlp_or_loss_is_no_gpt2_and_only_that_code_reads_it(tmp_path, monkeypatch, change):
     gpt2 = tmp_path / "gpt2"
     random_model().save_pretrained(gpt2)
     hf.refuse_resume_by_changed_code(gpt2, random_model().fingerprint)
     with monkeypatch.context() as changed:
-        changed.setattr(unchanged.MLP, "forward", relu2)
+        changed.setattr(*change)
         model = random_model()
         model.save_pretrained(tmp_path)
         idx = torch.randint(0, 50257, (1, 20))

@@ -14,8 +14,8 @@ import pytest
 from conftest import ROOT, TINY, command, environment, wait_for, warm_server
 
 import compare
-from compare import Arm
-from support.common import UserError
+from compare import Arm, Trainer
+from support.common import UsageError, UserError
 
 # AdamW at a rate where rounding does not grow
 FLAGS = " ".join([*TINY, "--max-steps 40 --val-every 20 --val-tokens 320 --learning-rate 1e-3"])
@@ -42,6 +42,7 @@ def asked_here(monkeypatch):
                 exec(command[2], {})
             except SystemExit as end:
                 code = end.code
+                print(code, file=sys.stderr)
         answers = dict(stdout=answer.getvalue(), stderr=complaint.getvalue())
         return SimpleNamespace(returncode=code, **answers)
 
@@ -111,9 +112,9 @@ def test_the_verdict_has_as_many_digits_as_are_known(mean, half, words, monkeypa
 def test_the_page_is_that_of_the_committed_records(record):
     directory = ROOT / "benchmarks" / record
     result = json.loads((directory / "compare.json").read_text())
-    assert compare.write_report(result) == (directory / "compare.md").read_text()
+    assert compare.format_page(result) == (directory / "compare.md").read_text()
     result["about"]["model"] = dict(n_layer=2, n_embd=8)  # of --init-from, not of the preset
-    assert "The base: 2 × 8, " in compare.write_report(result)
+    assert "The base: 2 × 8, " in compare.format_page(result)
 
 
 # -- the sweep
@@ -122,28 +123,29 @@ def test_the_page_is_that_of_the_committed_records(record):
 def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, monkeypatch):
     def train(arm, changes, _):
         value = changes["lr"]
-        return dict(val_loss=None if value > 0.05 else abs(value / best - 1))  # or diverged
+        loss = None if value > 0.05 else abs(value / best - 1)  # or diverged
+        return dict(val_loss=loss, dtype="float32")
 
-    def tune(*values) -> Arm:
-        arm = Arm("base", tmp_path, [], {})
-        compare.tune(arm, "lr", list(values), 1, tmp_path)
-        return arm
+    def tune(*values) -> tuple[float, list]:
+        arm = Arm("base", tmp_path, [], dict(dtype="float32"))
+        compare.tune(arm, "lr", list(values), 1, Trainer(tmp_path, total=len(values)))
+        return arm.tuned["lr"], arm.tried
 
     monkeypatch.setattr(compare, "train", train)
     best = 0.017
-    assert tune(1e-3, 2e-3).value == 0.016
+    assert tune(1e-3, 2e-3)[0] == 0.016
     best = 4e-4
-    arm = tune(1e-3, 2e-3)
-    assert [value for value, _ in arm.tried] == [0.00025, 0.0005, 0.001, 0.002]
-    assert arm.value == 0.0005
-    assert tune(0.2, 0.4).value < 0.05, "all diverged: lower ones are tried"
+    tuned, tried = tune(1e-3, 2e-3)
+    assert [value for value, _ in tried] == [0.00025, 0.0005, 0.001, 0.002]
+    assert tuned == 0.0005
+    assert tune(0.2, 0.4)[0] < 0.05, "all diverged: lower ones are tried"
     best = 1e-30
-    assert len(tune(1e-3, 2e-3).tried) < 20, "it is not sought for ever"
+    assert len(tune(1e-3, 2e-3)[1]) < 20, "it is not sought for ever"
     assert compare.widen([3, 6], 3) == [2] and compare.widen([1, 2], 1) == [], "numbers stay whole"
 
 
 def test_the_page_doubts_a_best_value_at_an_end_or_with_another_as_near_as_chance():
-    arm = dict(name="it", value=2.0, runs=[curve(9, 5.0), curve(9, 5.1), curve(9, 5.2)])
+    arm = dict(name="it", tuned={"lr": 2.0}, runs=[curve(9, 5.0), curve(9, 5.1), curve(9, 5.2)])
     tried = [[1.0, 5.19], [2.0, 5.0], [4.0, 5.21], [8.0, None]]
     row = "2 is the best of 1: 5.1900, 2: 5.0000, 4: 5.2100, 8: diverged; "
     doubt = "1 may be as good: nearer than twice what a seed varies"
@@ -169,7 +171,9 @@ def made(corpus, tmp_path_factory) -> tuple[Path, list[str], dict]:
         start_new_session=True,  # so that its run is killed, too
     )
     try:
-        first = Path(process.stdout.readline().partition(": training")[0])
+        line = process.stdout.readline()
+        assert line.startswith("run 1 of 6: training "), line
+        first = Path(line.split()[5].removesuffix(","))
         wait_for(first / "ckpt_000020", process)
     finally:
         os.killpg(process.pid, signal.SIGKILL)
@@ -177,8 +181,7 @@ def made(corpus, tmp_path_factory) -> tuple[Path, list[str], dict]:
     assert not (out / "compare.json").exists()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compare, "run_process", train_warm)
-        patch.setattr(sys, "argv", ["compare.py", *flags])
-        compare.main()
+        compare.main(flags)
     arms = json.loads((out / "compare.json").read_text())["arms"]
     return out, flags, {arm["name"]: arm["against"] for arm in arms}
 
@@ -204,8 +207,7 @@ def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
     out, flags, _ = made
     before = json.loads((out / "compare.json").read_text())
     monkeypatch.setattr(compare, "run_process", None)
-    monkeypatch.setattr(sys, "argv", ["compare.py", *flags])
-    compare.main()
+    compare.main(flags)
     assert json.loads((out / "compare.json").read_text())["arms"] == before["arms"]
     report = (out / "compare.md").read_text()
     assert report in capsys.readouterr().out
@@ -216,17 +218,14 @@ def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
 # -- which run it is
 
 
-def test_another_configuration_data_or_code_is_another_run(
-    corpus, tmp_path, monkeypatch, asked_here
-):
-    monkeypatch.setattr(compare, "read_outcome", lambda directory: dict(val_loss=1.0, at=directory))
+def test_another_configuration_data_or_code_is_another_run(corpus, tmp_path, asked_here):
     arms = [read_base(corpus), read_base(corpus, "--max-steps=40")]
     arms.append(read_base(corpus, "--warmup-steps 3"))
-    for known in (dict(data={"toy_train_000001.npy": [3000, "another"]}), dict(code="another")):
-        arms.append(Arm("base", ROOT, [], arms[0].known | known))
-    places = [compare.train(arm, {"seed": 1}, tmp_path)["at"] for arm in arms]
+    for other in (dict(data={"toy_train_000001.npy": [3000, "another"]}), dict(code="another")):
+        arms.append(Arm("base", ROOT, [], arms[0].recipe | other))
+    places = [compare.locate(arm, {"seed": 1}, tmp_path) for arm in arms]
     assert places[0] == places[1] and len(set(places)) == 4
-    assert compare.train(arms[0], {"seed": 2}, tmp_path)["at"] not in places
+    assert compare.locate(arms[0], {"seed": 2}, tmp_path) not in places
 
 
 def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
@@ -236,21 +235,21 @@ def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
     (copy / "support").mkdir(parents=True)
     for path in ("config.py", "model.py", "train_gpt2.py", "support/common.py"):
         (copy / path).write_bytes((ROOT / path).read_bytes())
-    with_activation = "    activation: str = 'gelu'  # new\n    n_layer: int = 12"
-    config = (copy / "config.py").read_text().replace("    n_layer: int = 12", with_activation, 1)
+    with_activation = "    activation: str = 'gelu'  # new\n    n_layer: "
+    config = (copy / "config.py").read_text().replace("    n_layer: ", with_activation, 1)
     (copy / "config.py").write_text(config)
     base = read_base(corpus)
     arm = compare.read_arm("mine", f"@{copy} --activation relu", base.flags)
-    assert arm.known["activation"] == "relu" and arm.known["code"] != base.known["code"]
+    assert arm.recipe["activation"] == "relu" and arm.recipe["code"] != base.recipe["code"]
     started = []
     monkeypatch.setattr(compare, "run_process", lambda command, _: started.append(command[1]))
-    monkeypatch.setattr(compare, "last_line", lambda _: "")
+    (tmp_path / "output.txt").touch()
     with pytest.raises(UserError, match="ended early"):
-        compare.train(arm, {"seed": 1}, tmp_path / "out")
+        compare.train(arm, {"seed": 1}, tmp_path)
     assert started == [str(copy / "train_gpt2.py")]
     (copy / "model.py").write_text("changed = True\n")
     with pytest.raises(UserError, match="has changed since the start"):
-        compare.train(arm, {"seed": 1}, tmp_path / "out")
+        compare.train(arm, {"seed": 1}, tmp_path)
 
 
 def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
@@ -262,12 +261,11 @@ def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
         (copy / name).write_bytes(code.replace(b"F.gelu(x", b"F.relu(x"))
     (copy / "support" / "new.py").write_text("new = True\n")
     about = dict(git="1234567", device=dict(name="a CPU"), dtype="float32")
-    outcome = curve(9, 5) | dict(directory="run", git="7654321-dirty")
+    outcome = curve(9, 5) | dict(directory="run", git="7654321-dirty", dtype="float32")
     monkeypatch.setattr(compare, "train", lambda *_: outcome)
     monkeypatch.setattr(compare, "read_run", lambda _: SimpleNamespace(records=[about]))
-    argv = ["compare.py", "--base", f"{FLAGS} --data-dir {corpus}", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", [*argv, "--arm", "same:", "--arm", f"relu: @{copy}"])
-    compare.main()
+    flags = ["--base", f"{FLAGS} --data-dir {corpus}", "--out", str(tmp_path)]
+    compare.main([*flags, "--arm", "same:", "--arm", f"relu: @{copy}"])
     page = (tmp_path / "compare.md").read_text()
     assert "| relu ([changes](relu.diff) to the base; revision 7654321-dirty) | 5.0000 " in page
     assert "| same | 5.0000 " in page and not (tmp_path / "same.diff").exists()
@@ -279,24 +277,73 @@ def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
 
 
 def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, monkeypatch):
-    arm = Arm("base", ROOT, [], dict(code=compare.hash_code(ROOT)))
+    records = [
+        '{"type": "run", "git": "", "dtype": "float32", "config": {}}',
+        '{"type": "train", "step": 49}',
+    ]
 
-    def prints(line):
-        def run(_command, directory):
-            directory.mkdir(parents=True, exist_ok=True)
-            (directory / "log.txt").touch()
-            (directory / "metrics.jsonl").write_text('{"type": "run", "git": "", "config": {}}\n')
-            (directory / "output.txt").write_text(f"{line}\n\n")
+    def run(_command, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "log.txt").touch()
+        (directory / "metrics.jsonl").write_text("\n".join([*records, ""]))
+        (directory / "output.txt").write_text("train_gpt2.py: step 50: the reason\n\n")
 
-        return run
+    def train() -> dict:
+        return Trainer(tmp_path, total=1).run(arm, {"seed": 1})
 
-    monkeypatch.setattr(compare, "run_process", prints("train_gpt2.py: no space left"))
-    with pytest.raises(UserError, match=r"base/seed=1_.*: train_gpt2.py: no space left"):
-        compare.train(arm, {"seed": 1}, tmp_path)
-    monkeypatch.setattr(compare, "run_process", prints("train_gpt2.py: step 3: the loss is nan"))
-    assert compare.train(arm, {"seed": 1}, tmp_path)["val_loss"] is None
+    arm = Arm("base", ROOT, [], dict(code=compare.hash_code(ROOT), dtype="float32"))
+    monkeypatch.setattr(compare, "run_process", run)
+    with pytest.raises(UserError, match=r"base/seed=1_.*: train_gpt2.py: step 50: the reason$"):
+        train()
+    records.append('{"type": "diverged", "step": 50, "reason": "50 updates in a row were skipped"}')
+    assert train()["val_loss"] is None
     monkeypatch.setattr(compare, "run_process", None)
-    assert compare.train(arm, {"seed": 1}, tmp_path)["val_loss"] is None
+    assert train()["val_loss"] is None, "it is not trained again"
+
+
+def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypatch, capsys):
+    """Finished runs count too. The sweep's best is at its end, so it adds a run."""
+
+    def train(arm, changes, directory):
+        loss = 1 / changes.get("lr", 1) if len(arm.tried) < 3 else 9.0
+        return dict(val_loss=loss, dtype="float32", seconds=[0, 200.0])
+
+    def read_outcome(directory):
+        return None if "new" in directory.parts else dict(val_loss=5.0, dtype="float32")
+
+    monkeypatch.setattr(compare, "read_outcome", read_outcome)
+    monkeypatch.setattr(compare, "train", train)
+    base, new = (Arm(name, tmp_path, [], dict(dtype="float32")) for name in ("base", "new"))
+    trainer = Trainer(tmp_path, total=5)
+    trainer.run(base, {"seed": 1})
+    compare.tune(new, "lr", [1.0, 2.0], 1, trainer)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "training" in line]
+    assert [line.partition(": training ")[0] for line in lines][:3] == [
+        "run 2 of 5",
+        "run 3 of 5, about 10 min left",
+        "run 4 of 6, about 10 min left",
+    ]
+
+
+def test_arms_with_dtype_auto_share_the_precision_that_the_first_run_measured(
+    tmp_path, monkeypatch
+):
+    def train(arm, changes, directory):
+        flags.append(changes["dtype"])
+        name = "bfloat16" if changes["dtype"] == "auto" else changes["dtype"]
+        finished[directory] = dict(val_loss=5.0, dtype=name)
+        return finished[directory]
+
+    flags, finished = [], {}
+    monkeypatch.setattr(compare, "read_outcome", finished.get)
+    monkeypatch.setattr(compare, "train", train)
+    arms = [Arm(dtype, ROOT, [], dict(dtype=dtype)) for dtype in ("auto", "float16")]
+    for seeds in ([1, 2], [1, 2, 3]):  # the command is repeated, with a seed more
+        trainer = Trainer(tmp_path, total=6)
+        for seed in seeds:
+            for arm in arms:
+                trainer.run(arm, {"seed": seed})
+    assert flags == ["auto", "float16", "bfloat16", "float16", "bfloat16", "float16"]
 
 
 def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
@@ -318,7 +365,7 @@ def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
         ([], "nothing to compare with the base"),
         (["adamw --optimizer adamw"], "'name: flags'"),
         (["a:", "--arm", "a:"], "each name one word and new"),
-        (["a: --optimizer sgd"], "a: train_gpt2.py refuses"),
+        (["a: --optimizer sgd"], "is refused"),
         (["a: @nowhere"], "no copy of this repository"),
         (["a: 'open"], "No closing quotation"),
         (["a: --val-tokens 160"], "the same data and val_tokens"),
@@ -332,13 +379,11 @@ def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
     ],
 )
 def test_a_mistake_is_reported_before_anything_is_trained(
-    flags, words, corpus, tmp_path, monkeypatch, capsys, asked_here
+    flags, words, corpus, tmp_path, asked_here
 ):
     where = ["--base", f"{FLAGS} --data-dir {corpus}", "--out", str(tmp_path / "never")]
     arms = ["--arm", *flags] if flags else []
-    monkeypatch.setattr(sys, "argv", ["compare.py", *where, *arms])
-    with pytest.raises(SystemExit) as end:
-        compare.main()
-    told = capsys.readouterr().err
-    assert end.value.code == 2 and told.startswith("compare.py: ") and words in told
+    with pytest.raises(UsageError) as error:
+        compare.main([*where, *arms])
+    assert words in str(error.value)
     assert not (tmp_path / "never").exists()

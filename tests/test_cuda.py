@@ -10,8 +10,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
-from support.device import autocast, compile_blocks
-from support.distributed import World
+from support.compile import compile_blocks
+from support.device import autocast
+from support.distributed import Stop, World
+from support.generation import compile_step
 from support.memory import fit_batch_size, runs_out_of_memory
 from train_gpt2 import train_step
 
@@ -120,13 +122,14 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
     torch.cuda.reset_peak_memory_stats()
     optimizers = raw.configure_optimizers()
     for _ in range(2):  # the first makes the moments
-        loss, _ = train_step(
+        loss, _, _ = train_step(
             model=raw,
             optimizers=optimizers,
             scaler=torch.amp.GradScaler("cuda", enabled=False),
             loader=DataLoaderLite(tmp_path, "train", size, 1024, pin=True),
             grad_accum_steps=2,
             world=world,
+            stop=Stop(world),
             dtype=torch.bfloat16,
             lr=1e-3,
             grad_clip=1.0,
@@ -145,4 +148,5 @@ def test_the_compiled_step_of_generation_chooses_the_eager_ones_tokens():
     model = make_model().eval()
     prompts = random_tokens(2, 8)
     plain = model.generate(prompts, 32, temperature=0)
-    assert torch.equal(model.generate(prompts, 32, temperature=0, compile=True), plain)
+    compile_step(model)
+    assert torch.equal(model.generate(prompts, 32, temperature=0), plain)

@@ -21,7 +21,6 @@ from contract import RIGHT, Done, call, contents, judge
 
 import fineweb
 import sample
-import train_gpt2
 from model import GPT, GPTConfig
 from support.tokenizer import EOT, encode, get_tokenizer, replace_surrogates
 
@@ -158,7 +157,7 @@ def words_of(line: list[str]) -> list[str]:
 def test_every_flag_with_odd_values_is_taken_or_told_in_a_sentence(
     script, place, quick, monkeypatch, outcome
 ):
-    monkeypatch.setattr(train_gpt2, "why_not_compile", lambda device: "as asked")
+    monkeypatch.setattr("support.compile.why_not_compile", lambda device: "as asked")
     monkeypatch.setattr(sample, "why_not_compile", lambda device: "not in this test")
     if script in LONG:
         monkeypatch.setattr(LONG[script], stop_before_work)
@@ -283,12 +282,13 @@ def continue_prompt(flags: list[str], stdin: bytes = b"one\n\xfftwo") -> Done:
     )
 
 
-@pytest.mark.parametrize("content", [b"", b"\n\n", b"one", b"\xff\n\x00\n", b"a\r\nb\r\n", b" \n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"\n\n", b"one", b"\xff\n\x00\n", b"a\r\nb\r\n", b" \x0c\n"]
+)
 def test_prompts_from_any_stdin_are_continued_or_told(content, place, quick, outcome):
     done = continue_prompt(["--prompt=-"], content)
     outcome("sampling and scoring", f"sample.py reads {content!r}", judge(done, "--prompt -"))
-    lines = [line for line in content.decode(errors="replace").splitlines() if line]
-    assert len(done.stdout.splitlines()) == len(lines)
+    assert len(done.stdout.splitlines()) == len(content.splitlines())
 
 
 @pytest.mark.parametrize("line", [b"{", b"null", b"\xff\xfe", b'{"ctx": "a"}', bytes(40)])

@@ -11,7 +11,6 @@ from bench import format_table
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
-from train_gpt2 import VAL_LINE
 
 README = (ROOT / "README.md").read_text()
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
@@ -29,7 +28,8 @@ def test_the_readme_quotes_the_runs(run):
     end = of_type(records, "end")[-1]
     memory = f"peak memory {end['memory'] / 1e9:.2f} GB"
     quotes = [
-        f"step {val['step']:5d} | {VAL_LINE.format(**val)}",
+        f"step {val['step']:5d} | val loss {val['val_loss']:.4f} | perplexity "
+        f"{val['perplexity']:.2f} | bits/byte {val['bits_per_byte']:.4f}",
         f"done: {end['step']} steps in {duration(end['wall'])}, {memory}",
     ]
     assert not [quote for quote in quotes if quote not in README]
@@ -57,7 +57,7 @@ def test_the_readme_quotes_a_line_of_the_quickstart():
 def test_the_readme_quotes_comparisons_kills_speeds_and_sizes():
     arms = read_json("compare/compare.json")["arms"]
     kills = sum(read_json("torture.json")["kills"].values())
-    scripts = [ROOT / name for name in ("model.py", "config.py", "train_gpt2.py")]
+    scripts = [ROOT / name for name in ("model.py", "config.py", "evaluate.py", "train_gpt2.py")]
     theirs, _, ours = read_json("cpu-against.json")["benchmarks"]["against"]["rows"]
     everything = [
         p for pattern in ("*.py", "support/*.py", "benchmarks/*.py") for p in ROOT.glob(pattern)
@@ -68,7 +68,7 @@ def test_the_readme_quotes_comparisons_kills_speeds_and_sizes():
         f"trains {ours['speedup']:.2f} times as fast",
         f"({ours['speedup_low']:.2f} to {ours['speedup_high']:.2f})",
         f"in {ours['memory_gb']:.2f} GB instead of {theirs['memory_gb']:.2f} ",
-        f"three files of {count_lines(scripts):,} lines",
+        f"four files of {count_lines(scripts):,} lines",
         f"benchmarks included, is {count_lines(everything):,}.",
     ]
     text = " ".join(README.split())

@@ -109,7 +109,7 @@ def test_the_example_in_the_docstring_of_lay_out_is_true():
 GOOD = dict(ctx="a b", endings=["c", "d", "e", "f"], label=1)
 
 
-WRONG = [("endings", value) for value in (["c"] * 3, "cdef", [1, 2, 3, 4])]
+WRONG = [("endings", value) for value in (["c"] * 3, "cdef", [1, 2, 3, 4], [""] * 4)]
 WRONG += [("label", value) for value in (4, None, True, [1] * 999)] + [("ctx", ""), ("ctx", 7)]
 LINES = [b"{not json", b"\xff\xfe", b"[1, 2]", json.dumps(GOOD)[:-9].encode()]
 LINES += [json.dumps(GOOD | {field: value}).encode() for field, value in WRONG]
@@ -123,7 +123,7 @@ def test_a_malformed_file_is_one_short_sentence_with_the_line(tmp_path, content,
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"bad.jsonl.* {message}") as error:
-        list(iterate_examples("val", path))
+        list(iterate_examples(path))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500 + len(str(tmp_path))
 
@@ -132,8 +132,8 @@ def test_labels_may_be_text_blank_lines_are_skipped_and_a_limit_takes_the_first(
     path = tmp_path / "hub.jsonl"
     path.write_text(json.dumps(GOOD | dict(label="3")) + "\n\n" + json.dumps(GOOD))
     for limit, labels in ((0, [3, 1]), (1, [3]), (2, [3, 1]), (10**20, [3, 1])):
-        found = load_examples("val", path, limit, World("cpu"))
-        assert [render_example(example)[2] for example in found] == labels
+        examples = load_examples(path, limit, World("cpu"))
+        assert [render_example(example)[2] for example in examples] == labels
 
 
 # -- scores
@@ -215,8 +215,8 @@ def test_what_cannot_be_scored_is_one_sentence():
         spoiled.transformer.ln_f.weight[3] = math.nan
     unlabelled = {k: v for k, v in GOOD.items() if k != "label"}
     for model, examples, message in (
-        (small_model(vocab_size=300), [GOOD], "a vocabulary of 300"),
-        (spoiled, [GOOD], "losses are infinite or not a number"),
+        (small_model(vocab_size=300), [GOOD], "has 300 tokens in its vocabulary"),
+        (spoiled, [GOOD], "losses are infinite or NaN"),
         (small_model(), [GOOD, unlabelled], "without labels"),
     ):
         with pytest.raises(UserError, match=message):
@@ -291,9 +291,11 @@ def server(tmp_path, monkeypatch):
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     httpd.asked = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hellaswag, "URL", f"http://127.0.0.1:{httpd.server_port}/")
+    monkeypatch.setattr(
+        hellaswag, "URL", f"http://127.0.0.1:{httpd.server_port}/hellaswag_val.jsonl"
+    )
     blob = b"blob %d\0" % len(CONTENT) + CONTENT  # as git does it
-    monkeypatch.setitem(hellaswag.BLOB_IDS, "val", hashlib.sha1(blob).hexdigest())
+    monkeypatch.setattr(hellaswag, "BLOB_ID", hashlib.sha1(blob).hexdigest())
     monkeypatch.setattr("urllib3.util.Retry.sleep", lambda *_: None)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
     yield httpd
@@ -336,7 +338,7 @@ def test_another_file_than_the_official_one_is_not_used(server, tmp_path, conten
 
 def test_without_a_network_the_answer_comes_in_seconds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/")  # where nobody listens
+    monkeypatch.setattr(hellaswag, "URL", "http://127.0.0.1:9/none")  # where nobody listens
     start = time.monotonic()
     with pytest.raises(UserError, match=r"refused.*--path"):
         list(iterate_examples())
@@ -375,23 +377,28 @@ def test_two_processes_give_the_result_of_one_for_the_first_examples(tmp_path, m
     small_model(128).save_pretrained("model")
     write_examples(Path("examples.jsonl"), made_examples(21))
     flags = "--model model --path examples.jsonl --dtype float32 --device cpu --limit 15 --json"
-    monkeypatch.setattr(sys, "argv", ["hellaswag.py", *flags.split(), "1.json"])
-    hellaswag.main()
+    hellaswag.main([*flags.split(), "1.json"])
     done = run_script("hellaswag.py", *flags.split(), "2.json", ranks=2, cwd=tmp_path)
     one, two = [json.loads(Path(f"{n}.json").read_text()) | dict(seconds=0) for n in (1, 2)]
     assert one == two
     right = evaluate(GPT.from_pretrained("model"), made_examples(21)[:15], "cpu")
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for name in ("acc", "acc_norm"):
         assert one[name] == right[name]
         value = f"{name:8} {right[name]:.4f} ± {right[name + '_stderr']:.4f}"
-        assert told.count(value) == done.stdout.count(value) == 1
+        assert printed.count(value) == done.stdout.count(value) == 1
+
+
+@pytest.mark.parametrize("path", ["absent/1.json", "."])
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_read(path, tmp_path):
+    with pytest.raises(UserError, match=f"--json {path}: name a file in a directory"):
+        hellaswag.main(["--json", path, "--path", "absent.jsonl", "--device", "cpu"])
 
 
 def test_where_the_main_process_cannot_read_the_others_fail_too(monkeypatch):
     monkeypatch.setattr(Pretended, "any", lambda world, flag: True)
     with pytest.raises(UserError, match="another process"):
-        load_examples("val", "absent.jsonl", 0, Pretended(1))
+        load_examples("absent.jsonl", 0, Pretended(1))
 
 
 def test_importing_hellaswag_imports_neither_transformers_nor_requests():

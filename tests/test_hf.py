@@ -3,10 +3,12 @@
 import ast
 import functools
 import json
+import math
 import random
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ from safetensors.torch import load_file, save_file
 import model
 from model import GPT, GPTConfig
 from support.common import UserError
-from support.fingerprint import Fingerprint
+from support.fingerprint import refuse_other_change
+from support.hf import Fingerprint, Pretrained
 from support.tokenizer import EOT, encode, get_tokenizer
 
 transformers = pytest.importorskip("transformers")
@@ -114,15 +117,14 @@ def test_a_checkpoint_of_nanogpt_loads(tmp_path, capsys, prefix, bias):
     saved = dict(model=weights, model_args=dict(**FIELDS, bias=bias, dropout=0.0), iter_num=5)
     saved |= dict(optimizer=dict(state={0: dict(step=torch.tensor(1.0))}), config=dict(dataset="x"))
     torch.save(saved, tmp_path / "ckpt.pt")
-    assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
-    told = capsys.readouterr()
-    assert told.out == ""  # where samples and JSON go
-    [line] = told.err.splitlines()
-    assert "nanoGPT trains with exact GELU" in line
+    back = GPT.from_pretrained(tmp_path / "ckpt.pt")
+    assert same_weights(back, ours)
+    assert "(from nanoGPT; the logits differ slightly, as it trains with exact GELU)" in back.origin
+    assert capsys.readouterr() == ("", "")  # who loads it says so
 
 
 @pytest.mark.parametrize("module", ["__main__", "train_gpt2"])
-def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, capsys, module):
+def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, module):
     ours = random_model()
     config = type("GPTConfig", (), {"__module__": module})()  # a dataclass of its script, pickled
     vars(config).update(FIELDS)
@@ -130,8 +132,9 @@ def test_a_model_of_build_nanogpt_loads(tmp_path, monkeypatch, capsys, module):
     with monkeypatch.context() as there:
         there.setitem(sys.modules, module, types.SimpleNamespace(GPTConfig=type(config)))
         torch.save(saved, tmp_path / "model_19072.pt")
-    assert same_weights(GPT.from_pretrained(tmp_path / "model_19072.pt"), ours)
-    assert capsys.readouterr().err == ""  # its GELU is GPT-2's
+    back = GPT.from_pretrained(tmp_path / "model_19072.pt")
+    assert same_weights(back, ours)
+    assert back.origin.endswith("model_19072.pt (from build-nanogpt)")  # its GELU is GPT-2's
 
 
 class Evil:
@@ -180,9 +183,9 @@ def test_other_models_and_truncated_files_are_refused_in_a_sentence(tmp_path, ch
     else:
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(UserError, match=sentence) as told:
+    with pytest.raises(UserError, match=sentence) as refusal:
         GPT.from_pretrained(tmp_path)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)
 
 
 def test_a_log_dir_is_no_model_but_its_checkpoints_are_named(tmp_path):
@@ -191,11 +194,20 @@ def test_a_log_dir_is_no_model_but_its_checkpoints_are_named(tmp_path):
         GPT.from_pretrained(tmp_path)
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch):
+@pytest.mark.parametrize("name", ["no-such-model", "owner/a-model.of_2"])
+def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(UserError, match="'no-such-model' is not a directory here, and on the hub"):
-        GPT.from_pretrained("no-such-model")
+    with pytest.raises(UserError, match=f"'{name}' is not a directory here, and on the hub"):
+        GPT.from_pretrained(name)
+
+
+@pytest.mark.parametrize("name", ["log/run/ckpt_000200", "here/ckpt", "data/x", "./x", "~/x", "/x"])
+def test_a_misspelt_path_is_no_model_of_the_hub(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    with pytest.raises(UserError, match=f"^{name}: there is no such directory$"):
+        GPT.from_pretrained(name)
 
 
 # -- the label: is this code a GPT-2?
@@ -220,6 +232,21 @@ def windowed(self, x, mask=None, cache=None):
 attention = model.CausalSelfAttention.forward
 
 
+def loss_of(logits_of=GPT.logits, **options):
+    def loss(self, x, targets):
+        logits = logits_of(self, x).flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), **(dict(ignore_index=-1) | options))
+
+    return loss
+
+
+def forward_with_z_loss(self, idx, targets=None):
+    logits = self.logits(self.hidden(idx))
+    if targets is None:
+        return logits, None
+    return None, self.loss(self.hidden(idx), targets) + 1e-4 * logits.logsumexp(-1).square().mean()
+
+
 def broken(self, x):
     raise RuntimeError("no such kernel\nand a page of more")
 
@@ -232,8 +259,12 @@ def broken(self, x):
         (model.CausalSelfAttention, "forward", windowed, "standard deviations"),
         (model.Block, "layers", lambda self, x, *_: x + self.attn(self.ln_1(x)), "deviations"),
         (GPT, "logits", lambda self, x: self.lm_head(x)[..., :61].tanh(), "deviations"),
+        (GPT, "forward", forward_with_z_loss, "its loss differs by 0.0066 standard deviations$"),
+        (GPT, "loss", loss_of(label_smoothing=0.1), "its loss differs"),
+        (GPT, "loss", loss_of(lambda self, x: 30 * (self.logits(x) / 30).tanh()), "loss differs"),
+        (GPT, "loss", loss_of(lambda self, x: self.lm_head(x)), "loss differs"),  # with the padding
         (torch.nn, "LayerNorm", functools.partial(torch.nn.LayerNorm, eps=1e-6), "deviations"),
-        (torch.nn, "LayerNorm", torch.nn.RMSNorm, "no tensor transformer.h.0.ln_1.bias"),
+        (torch.nn, "LayerNorm", torch.nn.RMSNorm, "h.0.ln_1.bias is missing here, and "),
     ],
 )
 def test_code_that_computes_something_else_is_no_gpt2(monkeypatch, part, name, changed, sentence):
@@ -241,15 +272,23 @@ def test_code_that_computes_something_else_is_no_gpt2(monkeypatch, part, name, c
     assert re.search(sentence, difference())
 
 
+def test_a_subclass_is_what_it_computes():
+    same = type("SameLoss", (GPT,), dict(loss=loss_of()))
+    other = type("Scaled", (GPT,), dict(logits=lambda self, x: GPT.logits(self, x) / 7))
+    assert same(GPTConfig(**SMALL)).fingerprint.difference == ""
+    assert "standard deviations" in other(GPTConfig(**SMALL)).fingerprint.difference
+
+
 def test_another_tensor_anywhere_is_no_gpt2():
     ours = GPT(GPTConfig(**SMALL))
     ours.transformer.h[2].mlp.c_proj = torch.nn.Linear(4 * 48, 48, bias=False)
-    assert ours.fingerprint.difference == "it has no tensor transformer.h.2.mlp.c_proj.bias"
+    sentence = "tensor transformer.h.2.mlp.c_proj.bias is missing here, and (48,) in GPT-2"
+    assert ours.fingerprint.difference == sentence
 
 
-@pytest.mark.parametrize("fields", [dict(pad_vocab_to=1), dict(activation_checkpointing=True)])
-def test_this_code_is_a_gpt2_whatever_its_harmless_fields(fields):
-    assert difference(**fields) == ""
+def test_this_code_is_a_gpt2_whatever_its_harmless_fields_and_its_context():
+    for fields in (dict(pad_vocab_to=1), dict(activation_checkpointing=True), dict(block_size=1)):
+        assert difference(**fields) == ""
 
 
 def test_no_setting_of_precision_changes_the_label_or_is_changed_and_no_number_is_drawn():
@@ -258,12 +297,12 @@ def test_no_setting_of_precision_changes_the_label_or_is_changed_and_no_number_i
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16), torch.device("meta"):
-            found = GPT(GPTConfig(**SMALL)).fingerprint
+            narrow = GPT(GPTConfig(**SMALL)).fingerprint
         assert torch.get_float32_matmul_precision() == "medium"
         assert torch._C._get_mkldnn_enabled()
     finally:
         torch.set_float32_matmul_precision("highest")
-    assert found == plain == Fingerprint("", plain.logits)
+    assert narrow == plain == Fingerprint("", plain.logits, plain.loss)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -273,7 +312,7 @@ def test_the_head_of_a_model_that_unties_it_is_saved_without_its_padding(tmp_pat
 
     monkeypatch.setattr(GPT, "allocate", untied)
     ours = random_model()
-    assert ours.fingerprint.difference == "GPT-2 has no tensor lm_head.weight"
+    assert "lm_head.weight is (50304, 16) here, and missing" in ours.fingerprint.difference
     ours.save_pretrained(tmp_path)
     back = GPT.from_pretrained(tmp_path, pad_vocab_to=1)
     idx = torch.randint(0, 50257, (1, 20))
@@ -283,10 +322,12 @@ def test_the_head_of_a_model_that_unties_it_is_saved_without_its_padding(tmp_pat
 
 def test_a_changed_model_that_an_earlier_revision_wrote_is_known_again(monkeypatch):
     monkeypatch.setattr(model.MLP, "forward", exact_gelu)
-    found = GPT(GPTConfig(**SMALL)).fingerprint
-    assert found.difference == "its logits differ by 0.00089 standard deviations"
+    changed = GPT(GPTConfig(**SMALL)).fingerprint
+    assert changed.difference == "its logits differ by 0.00089 standard deviations"
     written = [0.0599712, -0.0403290, -0.2295441, 0.0408342]
-    assert found.logits[:4] == pytest.approx(written, abs=1e-5)
+    assert changed.logits[:4] == pytest.approx(written, abs=1e-5)
+    without_loss = Pretrained({}, {}, "old", replace(changed, loss=math.nan))
+    refuse_other_change(without_loss, lambda: GPT(GPTConfig(**SMALL)))
 
 
 # -- checkpoints that training wrote

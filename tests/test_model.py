@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from conftest import random_model
 
 from config import GPT2_SIZES
-from model import GPT, GPTConfig, LinearCrossEntropy, decay_groups
+from model import GPT, GPTConfig, LinearCrossEntropy
 from support.common import UserError
 from support.device import autocast, peak_flops, pick_dtype
+from support.optim import decay_groups
 
 transformers = pytest.importorskip("transformers")
 
-TURNED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers has them (in, out)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # transformers has them (in, out)
 
 
 def as_transformers(model: GPT, directory):
@@ -34,7 +35,7 @@ def assert_same(ours: GPT, theirs, idx) -> float:
     gradients = {name: p.grad for name, p in theirs.named_parameters()}
     for name, p in ours.named_parameters():
         expected = gradients[name]
-        if name.endswith(TURNED):
+        if name.endswith(TRANSPOSED):
             expected = expected.t()
         assert (p.grad[: len(expected)] - expected).abs().max() < 1e-4, name
     return loss.item()
@@ -228,15 +229,19 @@ def test_in_float16_thousands_of_rows_that_agree_do_not_overflow():
 
 def test_activation_checkpointing_gives_the_same_gradients(tiny):
     x = torch.randint(0, 50257, (2, 8))
+    passes = []  # through the first block
 
     def gradients(on: bool) -> list[torch.Tensor]:
-        tiny.config.activation_checkpointing = on
+        for block in tiny.transformer.h:
+            block.activation_checkpointing = on
         tiny.zero_grad()
         tiny(x, x)[1].backward()
         return [p.grad.clone() for p in tiny.parameters()]
 
+    tiny.transformer.h[0].ln_1.register_forward_hook(lambda *_: passes.append("forward"))
     for a, b in zip(gradients(False), gradients(True), strict=True):
         assert torch.equal(a, b)
+    assert len(passes) == 3, "one without, and one more in the backward pass with it"
 
 
 def test_more_tokens_than_the_context_are_refused(tiny):

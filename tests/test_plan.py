@@ -4,6 +4,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
@@ -24,26 +25,32 @@ from support.memory import estimate_memory, fit_batch_size, state_memory
 
 
 def settings(flags: str) -> PlanConfig:
-    return parse_command_line(flags.split(), PlanConfig)
+    return parse_command_line(flags.split(), PlanConfig)[0]
+
+
+def with_notes(flags: str) -> dict[str, tuple[str, str]]:
+    return plan.plan_run(*parse_command_line(flags.split(), PlanConfig))
 
 
 def facts(flags: str) -> dict[str, str]:
-    return {name: fact for name, (fact, _) in plan.describe(settings(flags)).items()}
+    return {name: fact for name, (fact, _) in with_notes(flags).items()}
 
 
-def run_main(monkeypatch, capsys, *flags) -> str:
-    monkeypatch.setattr(sys, "argv", ["plan.py", *flags])
-    plan.main()
+def run_main(capsys, *flags) -> str:
+    plan.main([*flags])
     return capsys.readouterr().out
 
 
-def replay(shape: GPTConfig, B: int) -> int:
+def on_meta(**shape) -> GPT:
+    with torch.device("meta"):
+        return GPT(GPTConfig(**shape))
+
+
+def replay(model: GPT, B: int) -> int:
     """Bytes of tensors at the fullest moment of the second micro-step. None is allocated.
 
     This misses what an operation takes for itself. In float32 that is a part of logsumexp.
     """
-    with torch.device("meta"):
-        model = GPT(shape)
     with FakeTensorMode():
         for module in model.modules():
             for name, p in list(module.named_parameters(recurse=False)):
@@ -56,7 +63,7 @@ def replay(shape: GPTConfig, B: int) -> int:
             for p in model.parameters():
                 p.grad = torch.zeros_like(p)
             optimizer.step()  # makes the moments
-            x = torch.zeros(B, shape.block_size, dtype=torch.int64)
+            x = torch.zeros(B, model.config.block_size, dtype=torch.int64)
             with torch.autocast("cpu", torch.bfloat16):
                 _, loss = model(x, x)
             loss.backward()
@@ -66,9 +73,9 @@ def replay(shape: GPTConfig, B: int) -> int:
 
 @pytest.mark.parametrize("n_layer, B, recompute", [(12, 4, False), (4, 16, True)])
 def test_the_estimate_is_what_a_replay_on_fake_tensors_takes(n_layer, B, recompute):
-    shape = GPTConfig(n_layer=n_layer, activation_checkpointing=recompute)
-    parts = estimate_memory(shape, TrainConfig(), B, width=2, device="cpu")
-    assert sum(parts.values()) == pytest.approx(replay(shape, B), rel=0.15)
+    model = on_meta(n_layer=n_layer, activation_checkpointing=recompute)
+    parts = estimate_memory(model, TrainConfig(), B, width=2, device="cpu")
+    assert sum(parts.values()) == pytest.approx(replay(model, B), rel=0.15)
 
 
 MEASURE = """
@@ -108,15 +115,15 @@ def test_the_estimate_is_what_eager_steps_on_this_cpu_take():
     # each tensor from the system and back to it: the holes of a heap are no tensors
     done = run_program(program, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
     assert done.returncode == 0, done.stderr
-    shape = GPTConfig(vocab_size=5000, block_size=256, n_layer=6, n_head=4, n_embd=256)
-    parts = estimate_memory(shape, TrainConfig(sequence_length=256), B, width=4, device="cpu")
+    model = on_meta(vocab_size=5000, block_size=256, n_layer=6, n_head=4, n_embd=256)
+    parts = estimate_memory(model, TrainConfig(sequence_length=256), B, width=4, device="cpu")
     assert sum(parts.values()) == pytest.approx(int(done.stdout), rel=0.15)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_weights_of_the_estimate_are_those_of_the_model(name):
-    model = plan.build_model(settings(f"--preset {name}"))
-    parts = state_memory(model.config, TrainConfig(), width=4)
+    model = plan.model_on_meta(settings(f"--preset {name}"), set())
+    parts = state_memory(model, TrainConfig(), width=4)
     numbers = sum(p.numel() for p in model.parameters())
     assert parts["weights"] == parts["gradients"] == 4 * numbers
     assert parts["moments"] == 8 * numbers
@@ -125,7 +132,7 @@ def test_the_weights_of_the_estimate_are_those_of_the_model(name):
 def test_sharding_divides_what_it_says():
     def parts(sharding: str, processes: int = 4) -> dict[str, int]:
         config = TrainConfig(sharding=sharding)
-        return state_memory(GPTConfig(), config, width=2, processes=processes)
+        return state_memory(on_meta(), config, width=2, processes=processes)
 
     alone, ddp, zero1, fsdp = parts("ddp", 1), parts("ddp"), parts("zero1"), parts("fsdp")
     assert ddp == alone | {"DDP buckets": ddp["weights"]}
@@ -142,7 +149,7 @@ def test_sharding_divides_what_it_says():
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=16))
-    optimizers = model.configure_optimizers(muon=optimizer == "muon")
+    optimizers = model.configure_optimizers(optimizer)
     x = torch.zeros(1, 16, dtype=torch.int64)
     model(x, x)[1].backward()
     for each in optimizers:
@@ -151,7 +158,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
         saved = dict(model=model, optimizers=optimizers, state={"step": 1}, world=world)
         path = checkpoint.save(tmp_path, **saved)
     files = sum((path / name).stat().st_size for name in ("model.safetensors", checkpoint.STATE))
-    parts = state_memory(model.config, TrainConfig(optimizer=optimizer), width=4)
+    parts = state_memory(model, TrainConfig(optimizer=optimizer), width=4)
     assert parts["weights"] + parts["moments"] == pytest.approx(files, rel=0.01)
 
 
@@ -159,11 +166,13 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
 def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset, monkeypatch):
     flags = f"--preset {preset} --gpus 8 --sharding fsdp"
     config = settings(flags)
-    shape = plan.build_model(config).config
-    free = 80e9 - state_memory(shape, config, width=2, processes=8)["weights"]
-    monkeypatch.setattr("support.memory.free_memory", lambda device: free)
-    world = SimpleNamespace(device=torch.device("cuda"), divides=True, size=8, shards=8, any=bool)
-    B = fit_batch_size(SimpleNamespace(config=shape), config, world, torch.bfloat16)
+    model = plan.model_on_meta(config, set())
+    free = 80e9 - state_memory(model, config, width=2, processes=8)["weights"]
+    monkeypatch.setattr("support.memory.free_memory", lambda device, processes: free)
+    monkeypatch.setattr("support.memory.is_sharded", lambda model: True)
+    sizes = dict(size=8, local_size=8, shards=8)
+    world = SimpleNamespace(device=torch.device("cuda"), **sizes, any=bool)
+    B = fit_batch_size(model, config, world, torch.bfloat16)
     planned = facts(flags)
     assert planned["B × accumulation"].startswith(f"{B} ×")
     assert "too much" not in planned["memory per GPU"]
@@ -200,12 +209,20 @@ def test_a_record_of_bench_sets_the_speed(tmp_path):
     rows = [{"name": "eager", "MFU": 0.2}, {"name": "all of it", "MFU": 0.5}]
     rows.append({"name": "large", "error": "no room"})
     record = dict(device={"name": "NVIDIA H100 80GB HBM3"}, config={"model": "gpt2"})
-    record["benchmarks"] = {"ladder": {"rows": rows}}
+    record |= {"dtype": "bfloat16", "benchmarks": {"ladder": {"rows": rows}}}
     path = tmp_path / "bench.json"
     path.write_text(json.dumps(record))
-    speed, note = plan.describe(settings(f"--record {path} --gpus 2"))["speed"]
+    speed, note = with_notes(f"--record {path} --gpus 2")["speed"]
     assert speed == f"{2 * 0.5 * 989.5e12 / 854438400:,.0f} tokens/s"
     assert "50.0%" in note and "'all of it'" in note
+    slower, note = with_notes(f"--record {path} --gpus 2 --activation-checkpointing")["speed"]
+    assert slower == f"{0.75 * 2 * 0.5 * 989.5e12 / 854438400:,.0f} tokens/s"
+    assert "37.5%" in note and "three quarters" in note
+    with pytest.raises(UserError, match="is of bfloat16: give --dtype bfloat16"):
+        facts(f"--record {path} --dtype float32")
+    path.write_text(json.dumps(record | {"dtype": "float32"}))
+    speed = facts(f"--record {path} --dtype float32")["speed"]
+    assert speed == f"{0.5 * 494.5e12 / 854438400:,.0f} tokens/s", "of the peak with TF32"
     with pytest.raises(UserError, match="is of 'NVIDIA H100 80GB HBM3', --gpu means 'NVIDIA L4'"):
         facts(f"--record {path} --gpu L4")
     path.write_text("{}")
@@ -213,8 +230,8 @@ def test_a_record_of_bench_sets_the_speed(tmp_path):
         facts(f"--record {path}")
 
 
-def test_the_page_holds_the_facts_of_a_run(monkeypatch, capsys):
-    page = run_main(monkeypatch, capsys, "--preset", "gpt2-xl", "--gpus", "8")
+def test_the_page_holds_the_facts_of_a_run(capsys):
+    page = run_main(capsys, "--preset", "gpt2-xl", "--gpus", "8")
     assert re.search(r"^tokens +10\.0B +9,536 steps of 1,048,576$", page, re.MULTILINE)
     for words in ("  activations", "MFU 40.0% of 990 TFLOP/s", "$2.50 per GPU-hour", "18.7 GB"):
         assert words in page
@@ -230,13 +247,13 @@ def test_the_page_holds_the_facts_of_a_run(monkeypatch, capsys):
     ],
 )
 def test_only_a_rent_that_is_known_makes_a_cost_and_no_run_is_free(flags, time, cost, note):
-    planned = plan.describe(settings(flags))
+    planned = with_notes(flags)
     assert planned["time"][0].startswith(time)
     assert planned["cost"][0].startswith(cost) and note in planned["cost"][1]
 
 
-def test_the_readmes_table_is_what_the_program_prints(monkeypatch, capsys):
-    table = run_main(monkeypatch, capsys, "--table")
+def test_the_readmes_table_is_what_the_program_prints(capsys):
+    table = run_main(capsys, "--table")
     assert len(table.splitlines()) == 2 + len(PRESETS) - 2, "not the two for a CPU"
     assert table in (ROOT / "README.md").read_text()
 
@@ -245,10 +262,12 @@ def test_the_readmes_table_is_what_the_program_prints(monkeypatch, capsys):
     "flags, words",
     [
         ("--gpu H900", "--gpu 'H900' is not known: use B200, "),
-        ("--gpus 0", "gpus is 0"),
-        ("--gpus 7", "7 process"),
-        ("--mfu 40", "mfu is 40.0: it must be above 0, at most 1"),
-        ("--price nan", "price is nan"),
+        ("--gpus 0", "--gpus 0: it must be at least 1"),
+        ("--gpus 7", "processes 7"),
+        ("--mfu 40", "--mfu 40.0: it must be above 0 and at most 1"),
+        ("--price nan", "--price nan"),
+        ("--eval-only --init-from gpt2", "--eval-only trains nothing"),
+        ("--init-from gpt2 --sequence-length 2048", "know 1024 positions, 2048 were asked for"),
         ("--n-head 7", "n_embd 768 is no multiple of n_head 7"),
         ("--init-from nowhere", "nowhere"),
     ],
@@ -256,3 +275,20 @@ def test_the_readmes_table_is_what_the_program_prints(monkeypatch, capsys):
 def test_a_plan_refuses_wrong_settings_in_a_sentence(flags, words):
     with pytest.raises(UserError, match=re.escape(words)):
         facts(flags)
+
+
+def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
+    GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path)
+    flags = f"--init-from {tmp_path} --sequence-length"
+    planned = facts(f"{flags} 8 --preset gpt2-xl --n-layer 1 --pad-vocab-to 1")
+    assert planned["parameters"] == f"{50257 * 8 + 8 * 8 + 12 * 8**2 + 13 * 8 + 2 * 8:,}"
+    for more, words in {
+        "4096": "know 16 positions, 4096 were asked for",
+        "8 --n-layer 12 --n-embd=24": f"{tmp_path} has n_layer 1, n_embd 8: leave these flags out",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            facts(f"{flags} {more}")
+    fields = asdict(GPTConfig(n_layer=1, n_head=2, n_embd=8))
+    changed = dict(model_type="gpt2-changed", gpt_config=fields, difference="a", fingerprint=[])
+    (tmp_path / "config.json").write_text(json.dumps(changed))
+    assert facts(f"{flags} 512 --activation-checkpointing"), "which changes no result"

@@ -1,5 +1,6 @@
-"""What log.py reads, plots.py draws, inside.py finds and report.py says."""
+"""What log.py reads, plots.py draws, look_inside.py finds and report.py says."""
 
+import dataclasses
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from matplotlib.image import imread
 
 from config import PRESETS
 from model import GPT, GPTConfig
-from support import inside, plots, report
+from support import look_inside, plots, report
 from support.log import Log, LoggedRun, read_log, read_metrics, read_run, read_runs
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
@@ -35,17 +36,18 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
     for step in range(steps + 1):
         loss = 3.3 + 7 * math.exp(-step / 10)
         if step % 20 == 0:
-            log.record(
-                step, "val", val_loss=loss, perplexity=math.exp(loss), bits_per_byte=loss / 3
-            )
+            log.record(step, "val", val_loss=loss, figures={"val loss": f"{loss:.4f}"})
             if hella:
-                log.record(step, "hella", hellaswag=0.25 + step / 2000, total=total)
+                score = 0.25 + step / 2000
+                log.record(
+                    step, "hella", hellaswag=score, total=total, figures={"HellaSwag": score}
+                )
             if step:
                 log.record(step, "samples", samples=[f"so <far> {step}\n$", "and so on"])
         if step < steps:
             values = dict(loss=loss, lr=6e-4, norm=1.5, tokens_per_sec=1000.0, memory=2 * 10**9)
             done = step + 1
-            log.record(step, "train", mfu=0.25, wall=2.0 * done, tokens=1000 * done, **values)
+            log.record(step, "train", **values, mfu=0.25, wall=2.0 * done, tokens=1000 * done)
     return directory
 
 
@@ -218,7 +220,7 @@ def test_attention_patterns_are_those_the_model_uses():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=32))
     idx = torch.randint(50257, (1, 7))
-    patterns = torch.from_numpy(inside.attention_patterns(model, idx))
+    patterns = torch.from_numpy(look_inside.attention_patterns(model, idx))
     assert patterns.shape == (2, 2, 7, 7)
     assert torch.allclose(patterns.sum(-1), torch.ones(2, 2, 7))
     assert patterns.triu(1).eq(0).all()
@@ -233,8 +235,8 @@ def test_attention_patterns_are_those_the_model_uses():
 def test_the_previous_token_head_is_found_and_its_picture_names_every_token():
     patterns = np.full((2, 3, 4, 4), 0.1)
     patterns[1, 2] = np.eye(4, k=-1)
-    assert inside.find_previous_token_head(patterns) == (1, 2, 1.0)
-    axis = inside.plot_attention(patterns[1, 2], [" a", "\n", "$", "b"], "layer 1").axes[0]
+    assert look_inside.find_previous_token_head(patterns) == (1, 2, 1.0)
+    axis = look_inside.plot_attention(patterns[1, 2], [" a", "\n", "$", "b"], "layer 1").axes[0]
     assert [label.get_text() for label in axis.get_xticklabels()] == [" a", r"\n", r"\$", "b"]
 
 
@@ -245,7 +247,8 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
     run = write_run(tmp_path / "run")
     again = Log(run, is_main=True)
     again.resume(60, True, {**read_metrics(run / "metrics.jsonl")[0], "command": "python again.py"})
-    again.record(60, "end", wall=3600.0, memory=5 * 10**9)
+    best = {"step": 60, "loss": 3.25}
+    again.record(60, "end", wall=3600.0, memory=10**9, best=best)
     report.write_report(run)
     page = (run / "report.md").read_text()
     for fact in (
@@ -255,10 +258,10 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         "| time | 1:00:00 ",
         "| speed | 1,000 tokens/s",
         "| MFU | 25.0%",
-        "| validation loss | 3.3174 nats per token |",
-        "| perplexity | 27.59 |",
-        "| bits per byte | 1.1058 |",
-        "| HellaSwag | 0.2800 of 1,000",
+        "| memory | 2.00 GB at most",
+        "| val loss | 3.3174 |",
+        "| HellaSwag | 0.28 |",
+        "| best checkpoint | ckpt_000060, with the lowest validation loss: 3.2500 |",
         "    2026-01-01 00:00:00  python train_gpt2.py --max-steps 60 --seed 2 --overwrite\n",
         "    2026-01-01 00:00:00  python again.py\n",
         "## Samples after 20 updates\n\n    so <far> 20\n    $\n\n    and so on\n",
@@ -274,11 +277,16 @@ def test_a_report_leaves_out_what_a_run_has_not_done(tmp_path, losing):
     (run / "metrics.jsonl").write_text("".join(lines))
     report.write_report(run)
     page = (run / "report.md").read_text()
-    row = {"train": "speed", "val": "| validation", "hella": "| Hella", "samples": "## Samples"}
+    row = {"train": "speed", "val": "| val loss", "hella": "| Hella", "samples": "## Samples"}
     assert row[losing] not in page and "## Commands" in page
 
 
-def test_the_last_words_are_the_commands_to_run_next():
-    words = report.last_words(PRESETS["quickstart"])
+def test_the_last_words_are_the_commands_to_run_next_and_the_best_checkpoint():
+    quickstart = PRESETS["quickstart"]
+    words = report.last_words(quickstart, {"step": 180, "loss": 3.1234})
+    assert "log/quickstart/ckpt_000180, with the lowest validation loss: 3.1234" in words
     assert "sample.py --model log/quickstart/ckpt_000200 --prompt 'def '" in words
     assert "fineweb.py --source my.txt --data-dir data/mine" in words
+    assert "plan.py" in words
+    words = report.last_words(dataclasses.replace(quickstart, data_dir="data/mine"), None)
+    assert "my.txt" not in words and "plan.py" not in words, "the user has done that"

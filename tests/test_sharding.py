@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt2
 from config import parse_command_line
 from model import MLP
-from support import distributed
-from support.device import compile_blocks
-from support.distributed import World
-from train_gpt2 import clip_gradients, train_step
+from support import sharding
+from support.compile import compile_blocks
+from support.distributed import Stop, World
+from support.optim import clip_gradients
+from train_gpt2 import train_step
 
 ACCUMULATION = 3
 WAYS = ["ddp", "zero1", "fsdp", "fsdp checkpointing"]
@@ -40,19 +41,26 @@ class Batches:
         x = torch.randint(300, (2, 17), generator=self.generator)
         return x[:, :-1], x[:, 1:]
 
+    def wait(self):
+        pass
 
-def update(model, optimizers: list, world: World, batches: Batches) -> tuple[float, float]:
+
+def update(
+    model, optimizers: list, world: World, batches: Batches, strategy: str
+) -> tuple[float, float]:
     """Makes an update -> its loss and norm."""
-    loss, norm = train_step(
+    loss, norm, _ = train_step(
         model=model,
         optimizers=optimizers,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
         loader=batches,
         grad_accum_steps=ACCUMULATION,
         world=world,
+        stop=Stop(world),
         dtype=torch.bfloat16,
         lr=0.01,
         grad_clip=1.0,
+        strategy=strategy,
     )
     return loss.item(), norm.item()
 
@@ -69,15 +77,15 @@ def count_uncompiled(counts: Counter) -> None:
     MLP.forward = counted
 
 
-def measure(world: World, checkpointing: bool, counts: Counter) -> dict:
+def measure(world: World, strategy: str, checkpointing: bool, counts: Counter) -> dict:
     """Makes two updates -> their losses and norms, and the counts."""
     torch.compiler.reset()
     raw = random_model(activation_checkpointing=checkpointing)
-    world.place(raw)
+    sharding.shard(raw, world, strategy)
     compile_blocks(raw, recompute=True)
-    model = world.wrap(raw)
+    model = sharding.wrap(raw, world)
     counts.clear()
-    if world.sharding == "ddp":
+    if isinstance(model, DistributedDataParallel):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
         def hook(state, bucket):
@@ -89,17 +97,16 @@ def measure(world: World, checkpointing: bool, counts: Counter) -> dict:
     batches = Batches(world.rank)
     made: list[float] = []
     for _ in range(2):
-        made += update(model, optimizers, world, batches)
+        made += update(model, optimizers, world, batches, strategy)
     return {"made": made, "uncompiled": counts["uncompiled"], "averaged": counts["averaged"]}
 
 
-def first_gradients(world: World, compiled: bool) -> tuple[str, list[float]]:
+def first_gradients(world: World, strategy: str) -> tuple[str, list[float]]:
     """The first update's gradients, whole: their hash, and the norm of each."""
     torch.compiler.reset()
     raw = random_model()
-    world.place(raw)
-    if compiled:
-        compile_blocks(raw, recompute=True)
+    sharding.shard(raw, world, strategy)
+    compile_blocks(raw, recompute=True)
     found = []
 
     def take(_model, _largest, _world):
@@ -109,7 +116,8 @@ def first_gradients(world: World, compiled: bool) -> tuple[str, list[float]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "clip_gradients", take)
         patch.setattr(torch.optim.AdamW, "zero_grad", lambda self, set_to_none: None)
-        update(world.wrap(raw), raw.configure_optimizers(), world, Batches(world.rank))
+        model = sharding.wrap(raw, world)
+        update(model, raw.configure_optimizers(), world, Batches(world.rank), strategy)
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in found]
     bits = b"".join(g.numpy().tobytes() for g in whole)
     return hashlib.sha256(bits).hexdigest(), [g.norm().item() for g in whole]
@@ -124,11 +132,10 @@ def measure_all() -> None:
     gradients = {}
     with World("cpu") as world:
         for way in WAYS:
-            world.sharding, _, checkpointing = way.partition(" ")
-            found[way] = measure(world, bool(checkpointing), counts)
+            strategy, _, checkpointing = way.partition(" ")
+            found[way] = measure(world, strategy, bool(checkpointing), counts)
         for way in WAYS[:3]:
-            world.sharding = way
-            gradients[way] = first_gradients(world, compiled=True)
+            gradients[way] = first_gradients(world, way)
         if world.is_main:
             print(json.dumps([found, gradients]))
 
@@ -156,7 +163,7 @@ def test_no_block_runs_uncompiled_in_one_process(monkeypatch, checkpointing):
     monkeypatch.setattr(MLP, "forward", MLP.forward)  # so that it comes back
     counts: Counter[str] = Counter()
     count_uncompiled(counts)
-    assert measure(World("cpu"), checkpointing, counts)["uncompiled"] == 0
+    assert measure(World("cpu"), "ddp", checkpointing, counts)["uncompiled"] == 0
     random_model()(torch.zeros(1, 1, dtype=torch.int64))
     assert counts["uncompiled"] == 2, "it does count what runs as written"
 
@@ -177,14 +184,17 @@ def test_the_norm_of_a_large_gradient_is_exact():
 GROUPS = 3  # what is gathered at a time: two blocks, and the rest of the model
 MATRICES = 8  # that Muon takes
 PASSES = 2 * ACCUMULATION  # fsdp gathers a block for each, and what is beside them for each two
+LOSS = (
+    ACCUMULATION + 1
+)  # sums: Stop's flag in each micro-step, which no GPU waits for, and the loss
 SENT = {  # sharding, processes of a node, optimizer: gathered, scattered, summed, Muon's gathers
-    ("ddp", 8, "adamw"): (0, 0, 1, 0),  # the loss, beside DDP's buckets
-    ("zero1", 8, "adamw"): (GROUPS, GROUPS, 2, 0),  # the loss and the norm
-    ("zero1", 8, "muon"): (GROUPS, GROUPS, 2, MATRICES),
-    ("zero1", 4, "adamw"): (GROUPS, GROUPS, 2 + GROUPS, 0),  # the sum over the nodes, once
-    ("fsdp", 8, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2, 0),
-    ("fsdp", 8, "muon"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2, MATRICES),
-    ("fsdp", 4, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, 2 + GROUPS, 0),
+    ("ddp", 8, "adamw"): (0, 0, LOSS, 0),  # beside DDP's buckets
+    ("zero1", 8, "adamw"): (GROUPS, GROUPS, LOSS + 1, 0),  # the norm
+    ("zero1", 8, "muon"): (GROUPS, GROUPS, LOSS + 1, MATRICES),
+    ("zero1", 4, "adamw"): (GROUPS, GROUPS, LOSS + 1 + GROUPS, 0),  # the sum over the nodes, once
+    ("fsdp", 8, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1, 0),
+    ("fsdp", 8, "muon"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1, MATRICES),
+    ("fsdp", 4, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1 + GROUPS, 0),
 }
 
 
@@ -234,19 +244,19 @@ def test_an_update_sends_each_thing_once(way, monkeypatch, no_group):
     def join(_world):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 
-    sharding, local_size, optimizer = way
+    strategy, local_size, optimizer = way
     monkeypatch.setattr(World, "join", join)
-    monkeypatch.setattr(distributed, "DistributedDataParallel", HookedDDP)
+    monkeypatch.setattr(sharding, "DistributedDataParallel", HookedDDP)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
-    with World("cpu", sharding) as world:
+    with World("cpu") as world:
         raw = random_model()
-        world.place(raw)
-        model = world.wrap(raw)
-        optimizers = raw.configure_optimizers(muon=optimizer == "muon")
+        sharding.shard(raw, world, strategy)
+        model = sharding.wrap(raw, world)
+        optimizers = raw.configure_optimizers(optimizer)
         for _ in range(2):  # the first update is as all others
             with Collectives() as sent:
-                update(model, optimizers, world, Batches(0))
+                update(model, optimizers, world, Batches(0), strategy)
             names = ["_allgather_base_", "_reduce_scatter_base_", "allreduce_"]
             names.append("all_gather_into_tensor")
             assert tuple(sent.started[name] for name in names) == SENT[way]
@@ -286,32 +296,34 @@ TWENTY = """--max-steps 20 --checkpoint-every 10 --keep-checkpoints 9 --total-ba
 def resume_all(folder: Path, more: list[str]) -> None:
     """What each of four processes runs. Rank 0 prints, for each way, the hashes of two runs."""
     with World("cpu") as world:
-        for sharding in ("ddp", "zero1", "fsdp", "2 × 2"):
-            world.sharding = sharding if sharding != "2 × 2" else "fsdp"
-            world.shards = 2 if sharding == "2 × 2" else 4
+        for way in ("ddp", "zero1", "fsdp", "2 × 2"):
+            strategy = way if way != "2 × 2" else "fsdp"
+            world.shards = 2 if way == "2 × 2" else 4
             hashes = []
             middle: list = []
             for name in ("whole", "again"):
-                log_dir = folder / f"{sharding}-{name}"
+                log_dir = folder / f"{way}-{name}"
                 flags = tiny_run(folder / "shards", log_dir, TWENTY, *middle, *more)
-                train_gpt2.train(parse_command_line(list(map(str, flags))), world)
+                args = [*map(str, flags), "--sharding", strategy]
+                config, typed = parse_command_line(args)
+                train_gpt2.train(config, args, typed, world)
                 last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
                 hashes.append(hashlib.sha256(last).hexdigest())
                 middle = ["--resume", log_dir / "ckpt_000010"]
             if world.is_main:
-                lines = (folder / f"{sharding}-whole" / "log.txt").read_text().split("\n")
+                lines = (folder / f"{way}-whole" / "log.txt").read_text().split("\n")
                 values = [float(line.split()[2]) for line in lines if " train " in line]
-                print("found", json.dumps([sharding, hashes, values]))
+                print("found", json.dumps([way, hashes, values]))
 
 
 def check_resumed(folder: Path, *flags: str) -> None:
     write_shards(folder / "shards")
     done = run_script("tests/test_sharding.py", folder, *flags, ranks=4, PYTHONPATH=str(ROOT))
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:5] == "found"]
-    assert [sharding for sharding, _, _ in found] == ["ddp", "zero1", "fsdp", "2 × 2"]
-    for sharding, (whole, again), curve in found:
-        assert whole == again, sharding
-        assert curve == pytest.approx(found[0][2], rel=1e-3), sharding
+    assert [way for way, _, _ in found] == ["ddp", "zero1", "fsdp", "2 × 2"]
+    for way, (whole, again), curve in found:
+        assert whole == again, way
+        assert curve == pytest.approx(found[0][2], rel=1e-3), way
         assert curve[-1] < curve[0] - 0.1, "it learns"
 
 

@@ -15,7 +15,7 @@ import pytest
 import same_bits
 from conftest import ROOT, run_program
 
-from support.common import write_whole
+from support.common import UserError, run_script, write_whole
 from support.device import GPUS
 
 # -- files
@@ -34,10 +34,24 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
     write_whole(tmp_path / "file", b"old")
     monkeypatch.setattr(os, "fsync", full_disk)
     for name in ("file", "another"):
-        with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/{name}'"):
+        with pytest.raises(UserError, match=f"{tmp_path}/{name} cannot be written .No space left"):
             write_whole(tmp_path / name, b"new")
     assert (tmp_path / "file").read_bytes() == b"old"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    "error, traceback", [(FileNotFoundError("x"), True), (UserError("x"), False)]
+)
+def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsys):
+    def main(_args):
+        raise error
+
+    with pytest.raises(SystemExit) as end:
+        run_script(main)
+    printed = capsys.readouterr().err
+    assert end.value.code == 1 and printed.endswith(": x\n")
+    assert ("Traceback" in printed) == traceback
 
 
 # -- GPUs
@@ -72,9 +86,14 @@ def modules_of_the_house() -> dict[str, Path]:
 
 
 def imports_of(file: Path) -> set[str]:
-    """What a file imports anywhere in it: modules, and their parts, which may be modules."""
+    """What a file imports when it runs: modules, and their parts, which may be modules."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = [node for node in tree.body if isinstance(node, ast.If)]  # if TYPE_CHECKING:
+    for node in for_types:
+        assert "TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test)
+        tree.body.remove(node)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

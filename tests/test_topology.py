@@ -32,10 +32,11 @@ from conftest import (
 
 from config import TrainConfig
 from model import GPT, GPTConfig
+from support import sharding
 from support.device import autocast
 from support.distributed import World
 from support.log import Log
-from train_gpt2 import as_restarted
+from support.resume import as_restarted
 
 # an update of eight sequences, so that 4 ranks have 2 each; a later flag counts more
 EIGHT = "--total-batch-size 128 --max-steps 10 --keep-checkpoints 9"
@@ -72,18 +73,18 @@ def test_every_number_of_processes_micro_batch_and_sharding_makes_the_same_run(
     made = {}
     # one process has nothing to share
     ways = [(1, "ddp"), *itertools.product((2, 4), ("ddp", "zero1", "fsdp"))]
-    for (ranks, sharding), B in itertools.product(ways, (1, 2, 4)):
-        log_dir = tmp_path / f"{ranks}-{B}-{sharding}"
-        train(shards, log_dir, f"{flags} --batch-size {B} --sharding {sharding}", ranks=ranks)
+    for (ranks, strategy), B in itertools.product(ways, (1, 2, 4)):
+        log_dir = tmp_path / f"{ranks}-{B}-{strategy}"
+        train(shards, log_dir, f"{flags} --batch-size {B} --sharding {strategy}", ranks=ranks)
         assert losses(log_dir) == pytest.approx(reference, rel=1e-5), log_dir.name
-        made[ranks, sharding] = log_dir
+        made[ranks, strategy] = log_dir
     origins = [(2, "ddp"), (2, "zero1"), (2, "fsdp")]
-    for origin, (ranks, sharding) in itertools.product(origins, ways):
+    for origin, (ranks, strategy) in itertools.product(origins, ways):
         log_dir = tmp_path / "moved"
         shutil.copytree(made[origin], log_dir)
-        goes_on = f"{flags} --sharding {sharding} --resume"
+        goes_on = f"{flags} --sharding {strategy} --resume"
         train(shards, log_dir, goes_on, log_dir / "ckpt_000005", ranks=ranks)
-        assert losses(log_dir) == pytest.approx(reference, rel=1e-5), (origin, ranks, sharding)
+        assert losses(log_dir) == pytest.approx(reference, rel=1e-5), (origin, ranks, strategy)
         shutil.rmtree(log_dir)
 
 
@@ -114,8 +115,8 @@ def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_h
     (dict(overwrite=True), dict(resume="auto", overwrite=False)),
     (dict(), dict(resume="auto")),
     (dict(resume="auto"), dict()),
-    (dict(resume="elsewhere/ckpt_000010", overwrite=True), dict()),
-    (dict(resume="elsewhere/ckpt_000010"), dict(overwrite=True)),
+    (dict(resume="elsewhere/ckpt_000010", overwrite=True), dict(resume="auto", overwrite=False)),
+    (dict(resume="elsewhere/ckpt_000010"), dict(resume="auto")),
 ])  # fmt: skip
 def test_a_restart_goes_on_with_the_run_that_its_own_launch_began(
     tmp_path, monkeypatch, flags, goes_on
@@ -211,7 +212,7 @@ from support.distributed import World
 held = []
 
 
-def main():
+def main(_args):
     with World("cpu") as world:
         held.append(dist.group.WORLD)  # as ZeRO, FSDP and torch.distributed.nn do
         time.sleep(2 * world.rank)
@@ -224,7 +225,7 @@ def main():
         pass
 
 
-run_script(main)
+run_script(main, at_once=True)
 """
 
 
@@ -278,15 +279,15 @@ def test_memory_stays_flat_over_two_thousand_steps_with_evaluations(shards, tmp_
     assert memory[1999] - memory[600] < 8 * 2**20, "the peak of the process still grows"
 
 
-def state_bytes(sharding: str) -> None:
+def state_bytes(strategy: str) -> None:
     """What each process of torchrun runs. It prints its bytes of weights, gradients and moments.
 
     The model has gpt2-xl's width and 6 layers.
     """
-    with World("cpu", sharding) as world:
+    with World("cpu") as world:
         model = GPT(GPTConfig(block_size=16, n_layer=6, n_head=25, n_embd=1600))
-        world.place(model)
-        wrapped = world.wrap(model)
+        sharding.shard(model, world, strategy)
+        wrapped = sharding.wrap(model, world)
         optimizers = model.configure_optimizers()
         x = torch.zeros(1, 16, dtype=torch.int64)
         for _ in range(2):

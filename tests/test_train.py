@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -36,15 +37,18 @@ from conftest import (
 from contract import as_a_process, call, contents
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
+from warm import two_ranks
 
+import evaluate
 import hellaswag
-import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint
-from support.common import UserError
-from support.device import free_memory
+from support import checkpoint, divergence
+from support.checkpoint import Progress
+from support.common import UsageError, UserError
+from support.device import free_memory, prepare_device
 from support.distributed import Interrupted, Stop, World
+from support.divergence import MOST_SKIPPED, is_spike, judge_update, why_stop
 from support.log import Log, read_run
 from support.memory import (
     estimate_memory,
@@ -52,24 +56,11 @@ from support.memory import (
     fit_batch_size,
     runs_out_of_memory,
 )
-from support.report import command_to_resume
-from support.tokenizer import EOT, encode
-from train_gpt2 import (
-    MOST_SKIPPED,
-    Progress,
-    build_model,
-    describe_loss,
-    explain_nan,
-    is_spike,
-    judge_update,
-    learning_rate,
-    main,
-    prepare_device,
-    report_step,
-    start_logs,
-    train_step,
-    validate,
-)
+from support.resume import args_to_resume, command_line, start_logs
+from support.tokenizer import EOT, encode, get_tokenizer
+from train_gpt2 import build_model, end_diverged, learning_rate, main, report_step, train_step
+
+WORLD = World("cpu")
 
 
 @pytest.mark.parametrize("decay, quarter", [("cosine", 0.8682), ("linear", 0.775), ("wsd", 1.0)])
@@ -95,7 +86,7 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_any_flag_overrides_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = parse_command_line(["--keep_checkpoints=7", "--preset", name, "--data-dir", "."])
+    config, _ = parse_command_line(["--keep_checkpoints=7", "--preset", name, "--data-dir", "."])
     overridden = dict(preset=name, keep_checkpoints=7, data_dir=".")
     assert config == dataclasses.replace(PRESETS[name], **overridden)
     assert check(config, 1) == []
@@ -104,7 +95,7 @@ def test_every_preset_is_valid_and_any_flag_overrides_it(name, tmp_path, monkeyp
 # -- the step
 
 
-def step_on(model, optimizers, sequences, B: int, lr: float, grad_clip=0.0, accept=None):
+def step_on(model, optimizers, sequences, B: int, lr: float, grad_clip=0.0, judge=None):
     """One update on all the sequences (N, T+1), in micro-batches of B -> loss, norm."""
     parts = iter(sequences.split(B))
 
@@ -112,18 +103,20 @@ def step_on(model, optimizers, sequences, B: int, lr: float, grad_clip=0.0, acce
         part = next(parts)
         return part[:, :-1], part[:, 1:]
 
-    return train_step(
+    loss, norm, _ = train_step(
         model=model,
         optimizers=optimizers,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        loader=SimpleNamespace(next_batch=next_batch),
+        loader=SimpleNamespace(next_batch=next_batch, wait=lambda: None),
         grad_accum_steps=len(sequences) // B,
-        world=World("cpu"),
+        world=WORLD,
+        stop=Stop(WORLD),
         dtype=torch.float32,
         lr=lr,
         grad_clip=grad_clip,
-        accept=accept,
+        judge=judge,
     )
+    return loss, norm
 
 
 @pytest.mark.parametrize("B", [1, 2, 4])
@@ -178,16 +171,16 @@ def test_updates_are_those_of_build_nanogpt_on_the_gpt2_of_transformers(tmp_path
         assert norm.item() == pytest.approx(their_norm.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("muon", [False, True])
-def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, muon):
-    optimizers = tiny.configure_optimizers(muon=muon)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, name):
+    optimizers = tiny.configure_optimizers(name)
     before = {name: p.clone() for name, p in tiny.named_parameters()}
     sequences = torch.randint(0, 50257, (2, 9))
-    step_on(tiny, optimizers, sequences, B=2, lr=0.1, accept=lambda loss, norm: False)
+    step_on(tiny, optimizers, sequences, B=2, lr=0.1, judge=lambda loss, norm: "why")
     assert all(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
     assert not any(optimizer.state for optimizer in optimizers)
     assert all(p.grad is None for p in tiny.parameters())
-    step_on(tiny, optimizers, sequences, B=2, lr=0.1, accept=lambda loss, norm: True)
+    step_on(tiny, optimizers, sequences, B=2, lr=0.1, judge=lambda loss, norm: "")
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
 
 
@@ -198,19 +191,45 @@ def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch
     with torch.no_grad():
         expected = tiny(x, y)[1].item()
     tiny.train()
-    val_loss = validate(tiny, loader, 20 * 16 + 5, World("cpu"), torch.float32)
+    val_loss, _ = evaluate.validate(
+        model=tiny,
+        loader=loader,
+        val_tokens=20 * 16 + 5,
+        world=WORLD,
+        stop=Stop(WORLD),
+        dtype=torch.float32,
+    )
     assert val_loss == pytest.approx(expected, rel=1e-5)
     assert tiny.training
 
 
-def test_bits_per_byte_share_the_loss_among_the_bytes_of_the_text(tmp_path):
+def bits_per_byte(tokens: list[int], folder: Path, model: GPT, B: int) -> tuple:
+    """validate's answer on one document after the other, in sequences of 8 tokens."""
+    np.save(folder / "a_val_000000.npy", np.array(tokens, np.uint16))
+    loader = DataLoaderLite(folder, "val", B=B, T=8)
+    everything = dict(val_tokens=10**9, world=WORLD, stop=Stop(WORLD), dtype=torch.float32)
+    return evaluate.validate(model=model, loader=loader, **everything)
+
+
+def test_bits_per_byte_share_the_losses_of_the_text_among_its_bytes(tmp_path, tiny):
     text = "def naïve(x):\n        return x  # 你好\n" * 9
-    tokens = [EOT, *encode(text)]
-    np.save(tmp_path / "a_val_000000.npy", np.array(tokens, np.uint16))
-    loader = DataLoaderLite(tmp_path, "val", B=2, T=1)
-    losses = describe_loss(2.0, loader, len(tokens) + 9)
-    nats = 2.0 * (len(tokens) - 1)
-    assert losses["bits_per_byte"] * len(text.encode()) == pytest.approx(nats / math.log(2))
+    tokens = [EOT, *encode(text), EOT, *encode("naïve")]
+    tokens = tokens[: (len(tokens) - 1) // 8 * 8 + 1]
+    inputs, targets = (torch.tensor(part).view(-1, 8) for part in (tokens[:-1], tokens[1:]))
+    nats = F.cross_entropy(tiny(inputs)[0].flatten(0, 1), targets.flatten(), reduction="none")
+    is_text = targets.flatten() != EOT
+    assert not is_text.all(), "an end of text is among the targets"
+    sizes = [len(get_tokenizer().decode_single_token_bytes(t)) for t in targets.flatten()[is_text]]
+    for B in (1, 2, 50):
+        loss, bits = bits_per_byte(tokens, tmp_path, tiny, B)
+        assert loss == pytest.approx(nats.mean().item(), rel=1e-6), "all targets, as ever"
+        expected = nats[is_text].sum().item() / math.log(2) / sum(sizes)
+        assert bits == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_validation_split_without_text_has_a_loss_and_no_bits_per_byte(tmp_path, tiny):
+    loss, bits = bits_per_byte([EOT] * 33, tmp_path, tiny, B=2)
+    assert loss > 0 and bits is None
 
 
 # -- runs
@@ -238,13 +257,13 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
 
 
 def test_a_line_of_training_on_a_gpu_has_the_mfu():
-    run = Mock(peak=4e12, skipped="", first_step=0, config=TrainConfig(total_batch_size=1000))
+    run = Mock(peak=4e12, first_step=0, config=TrainConfig(total_batch_size=1000))
     run.progress.step = 0
     run.train_loader.cursor = 1
-    run.raw.flops_per_token.return_value = 10**9
+    run.model.flops_per_token.return_value = 10**9
     run.world.device = torch.device("cpu")
-    report_step(run, loss=3.0, norm=1.0, lr=1e-3, seconds=0.5)
-    assert run.log.say.call_args.args[0].endswith("| tok/sec 2,000 | mfu 50.0%")
+    report_step(run, loss=3.0, norm=1.0, lr=1e-3, seconds=0.5, skipped="")
+    assert run.world.say.call_args.args[0].endswith("| tok/sec 2,000 | mfu 50.0%")
     assert run.log.record.call_args.kwargs["mfu"] == 0.5
 
 
@@ -259,9 +278,10 @@ def test_any_micro_batch_and_number_of_processes_make_the_same_run(shards, tmp_p
         (f"--batch-size 4 --resume {log_dir}/ckpt_000010", 1),
     ]:
         train(shards, log_dir, f"{flags} {way}", ranks=ranks)
-        val_losses = [r["val_loss"] for r in read_records(log_dir, "val")]
-        assert len(val_losses) == 3
-        curves.append(losses(log_dir) + val_losses)
+        records = read_records(log_dir, "val")
+        assert len(records) == 3
+        both = [r[name] for r in records for name in ("val_loss", "bits_per_byte")]
+        curves.append(losses(log_dir) + both)
         assert curves[-1] == pytest.approx(curves[0], rel=1e-5), way
 
 
@@ -322,6 +342,7 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
         assert done.stderr == ""
         assert done.returncode == (-number if killed else 0)
         assert killed or "--resume auto" in done.stdout.splitlines()[-1]
+        assert killed or (cut / "loss.png").exists(), "no validation would draw it"
         train(corpus, cut, f"{flags} --resume auto")
         assert losses(cut) == losses(whole)
         assert weights_hash(cut / "ckpt_000100") == weights_hash(whole / "ckpt_000100")
@@ -439,10 +460,10 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
 
     def try_on_the_cpu(raw, config, B, _, dtype):
         order.append(B)
-        return runs_out_of_memory(raw, config, B, World("cpu"), dtype)
+        return runs_out_of_memory(raw, config, B, WORLD, dtype)
 
-    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), divides=False, size=1, any=bool)
-    gpu.warm_up = lambda: order.append("NCCL")
+    gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), size=1, any=bool)
+    gpu.warm_up_nccl = lambda: order.append("NCCL")
     of_0_bytes = SimpleNamespace(total_memory=0)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: of_0_bytes)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
@@ -488,7 +509,7 @@ def test_deterministic_runs_do_not_fill_new_memory(monkeypatch):
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    prepare_device(TrainConfig(deterministic=True, dtype="float32"), World("cpu"), None)
+    prepare_device(torch.device("cpu"), deterministic=True)
     assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
@@ -506,9 +527,9 @@ def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
 @pytest.mark.parametrize("B", [1, 4, 64])
 def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypatch, B):
     config = TrainConfig(sequence_length=32, total_batch_size=64 * 32)
-    parts = estimate_memory(tiny.config, config, B, width=4, device="cpu")
+    parts = estimate_memory(tiny, config, B, width=4, device="cpu")
     free = 2 * (sum(parts.values()) - parts["weights"])  # the weights are there already
-    monkeypatch.setattr("support.memory.free_memory", lambda device: free)
+    monkeypatch.setattr("support.memory.free_memory", lambda device, _: free)
     assert fit_batch_size(tiny, config, World("cpu"), torch.float32) == B
     free -= 1
     assert fit_batch_size(tiny, config, World("cpu"), torch.float32) == max(1, B // 2)
@@ -525,8 +546,7 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
         (tmp_path / name).write_text(text)
     monkeypatch.setattr("support.device.Path", lambda path: tmp_path / Path(path).name)
     assert free_memory(torch.device("cpu")) == free
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert free_memory(torch.device("cpu")) == free // 2, "two processes share the machine"
+    assert free_memory(torch.device("cpu"), 2) == free // 2, "two processes share the machine"
 
 
 # -- signals, logs, a loss that is not a number, and spikes
@@ -534,7 +554,8 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny):
     with as_a_process(sys.argv, b""):
-        stop = Stop(World("cpu"))
+        stop = Stop(WORLD)
+        stop.listen()
         stop.check()
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
@@ -570,37 +591,65 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_says_where(shards, tmp_pa
     assert "the loss is nan" in printed
     assert re.search(r"sequences \d+ to \d+", printed)
     assert "Traceback" not in printed
-    [rerun] = re.findall(r"python (-c .*? --overwrite)\.", printed)
+    assert read_records(tmp_path / "log")[-1]["type"] == "diverged"
+    before = contents(tmp_path)
+    [rerun] = re.findall(r"find the operation: python (.*? --find-nan)\.", printed)
     found = run_program([sys.executable, *shlex.split(rerun)])
     assert found.returncode == 1
-    assert "transformer.h.0" in found.stderr.splitlines()[-1]
+    assert "the first output that is not finite is that of transformer.h.0" in found.stderr
+    assert contents(tmp_path) == before, "it writes nothing"
+
+
+def test_a_nan_of_the_backward_pass_is_named_and_one_that_does_not_recur_ends_the_hunt(
+    corpus, run_dir
+):
+    layer = torch.nn.Linear(1, 1)
+    with (
+        pytest.raises(UserError, match=r"backward pass.*MulBackward0"),
+        divergence.naming_operations(layer),
+    ):
+        (layer(torch.ones(1)) * 0).sqrt().backward()
+    with open(run_dir / "metrics.jsonl", "a") as metrics:
+        metrics.write(json.dumps({"type": "diverged", "step": 6, "reason": "a NaN"}) + "\n")
+    before = contents(run_dir)
+    flags = "--max-steps 99 --find-nan --resume"
+    done = train(corpus, run_dir, flags, run_dir / "ckpt_000004")
+    steps = re.findall(r"^step +(\d+)", done.stdout, re.MULTILINE)
+    assert steps == ["4", "5", "6", "7"], "one update past the one that had failed"
+    assert "did not come again" in done.stdout
+    assert contents(run_dir) == before
 
 
 def test_a_spike_and_an_overflow_are_refused_and_the_window_moves_on():
     progress = Progress(recent={"loss": [1.0, 1.1] * 64, "norm": [0.5, 0.6] * 64})
-    run = SimpleNamespace(config=TrainConfig(skip_spikes=4.0), progress=progress, skipped="")
     assert not is_spike(9.0, progress.recent["loss"][1:], 4.0), "the window is not full yet"
-    for loss, norm, skipped in [
-        (1.0, 0.5, ""),
-        (9.0, 0.5, "spike of the loss"),
-        (1.0, 7.0, "spike of the norm"),
-        (1.0, math.inf, "overflow in float16"),
+    for loss, norm, float16, reason in [
+        (1.0, 0.5, True, ""),
+        (9.0, 0.5, True, "spike of the loss"),
+        (1.0, 7.0, True, "spike of the norm"),
+        (1.0, math.inf, True, "overflow in float16"),
+        (1.0, math.inf, False, "loss 1.0, norm inf"),
+        (math.nan, math.nan, False, "loss nan, norm nan"),
     ]:
-        assert judge_update(run, loss, norm) == (not skipped)
-        assert run.skipped == skipped
+        assert judge_update(progress, loss, norm, limit=4.0, float16=float16) == reason
+        assert why_stop(progress, loss, norm, reason) == "", "one bad batch is skipped"
     assert len(progress.recent["loss"]) == 128
     assert progress.recent["loss"][-3:] == [1.0, 9.0, 1.0], "an overflow says nothing of the loss"
     assert progress.recent["norm"][-3:] == [0.5, 0.5, 7.0]
+    assert "the loss is nan" in why_stop(Progress(), math.nan, 1.0, "")
+    assert not judge_update(Progress(), math.nan, 1.0, limit=0, float16=False), "it must stop"
 
 
 def test_a_run_whose_every_update_overflows_ends_in_a_sentence():
-    run = SimpleNamespace(config=TrainConfig(), progress=Progress(step=7), last_saved=None)
+    progress = Progress()
+    bad = dict(loss=1.0, norm=math.inf, limit=0.0, float16=True)
     for _ in range(2):
-        assert judge_update(run, 1.0, 0.5), "an update that is made begins the count anew"
+        assert not judge_update(progress, **bad | dict(norm=0.5)), "the count begins anew"
         for _ in range(MOST_SKIPPED - 1):
-            assert not judge_update(run, 1.0, math.inf)
-    with pytest.raises(UserError, match="overflow in float16"):
-        judge_update(run, 1.0, math.inf)
+            reason = judge_update(progress, **bad)
+            assert reason and not why_stop(progress, 1.0, math.inf, reason)
+    reason = judge_update(progress, **bad)
+    assert "overflow in float16" in why_stop(progress, 1.0, math.inf, reason)
 
 
 def test_skipped_steps_are_logged_and_the_window_survives_a_resume(shards, tmp_path):
@@ -632,16 +681,16 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
     "change, processes, words",
     [
         (dict(batch_size=3), 1, ["batch_size 3", "4 sequences", "1, 2, 4"]),
-        (dict(val_every=5, val_tokens=3), 1, ["val_tokens 3", "at least 16"]),
+        (dict(val_every=5, val_tokens=3), 1, ["val_tokens 3", "sequence of 16"]),
         (dict(tracker="wandb"), 1, ["wandb", "pip install wandb"]),
-        (dict(batch_size=0), 3, ["64", "16 × 3", "48 or 96"]),
+        (dict(batch_size=0), 3, ["64", "16 × processes 3", "48 or 96"]),
         (dict(eval_only=True), 3, ["--init-from MODEL"]),
         (dict(eval_only=True, init_from="gpt2", resume="auto"), 1, ["no --resume"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_would_do(shards, monkeypatch, change, processes, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    fine = parse_command_line([*map(str, tiny_run(shards, "nowhere"))])
+    fine, _ = parse_command_line([*map(str, tiny_run(shards, "nowhere"))])
     assert check(fine, 1) == []
     [problem] = check(dataclasses.replace(fine, **change), processes)
     assert all(word in problem for word in words), problem
@@ -657,31 +706,33 @@ def test_a_log_directory_that_holds_a_run_is_not_overwritten_unasked(corpus, run
     assert not checkpoint.checkpoints(run_dir)
 
 
-def test_the_command_to_resume_is_the_command_that_was_given(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    line = "python train_gpt2.py --sample-prompt 'a b' --resume x --max-steps=3"
-    for typed in (line, f"{line} --resume auto"):
-        monkeypatch.setattr("sys.argv", shlex.split(typed)[1:])
-        assert command_to_resume() == f"{line} --resume auto"
-    assert parse_command_line(sys.argv[1:]).resume == "auto", "the last of a flag counts"
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    for local, launcher in {
-        "8": "torchrun --standalone --nproc_per_node=8 train_gpt2.py",
-        "4": "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d",
-    }.items():
+@pytest.mark.parametrize("end", ["", "--resume auto", "--overwrite", "--resume=x --overwrite"])
+def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
+    line = "--sample-prompt 'a b' --resume x --max-steps=3"
+    args = args_to_resume(shlex.split(f"{line} {end}"))
+    assert shlex.join(args) == "--sample-prompt 'a b' --max-steps=3 --resume auto"
+    assert parse_command_line(args)[0].resume == "auto"
+
+
+def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch):
+    monkeypatch.setattr(World, "join", lambda world: None)
+    for size, local, launcher in [
+        ("1", "1", "python train_gpt2.py"),
+        ("8", "8", "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
+        ("8", "4", "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d"),
+    ]:
+        monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        assert command_to_resume().startswith(launcher)
+        assert command_line(World("cpu").launcher, ["--seed", "1"]).startswith(launcher)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_reports_a_mistake_and_the_others_let_it_end_first(rank, monkeypatch, capsys):
+def test_rank_0_reports_a_mistake_and_the_others_let_it_end_first(rank, monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", "--val-tokens", "0"])
     monkeypatch.setenv("LOCAL_RANK", str(rank))
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert ("val_tokens is 0" in capsys.readouterr().err) == (rank == 0)
+    with pytest.raises(UsageError, match="--val-tokens 0: it must be at least 1"):
+        main(["--val-tokens", "0"])
     assert bool(slept) == (rank == 1)
 
 
@@ -709,21 +760,18 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     ]
 
 
-def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
-    run_dir, tiny, monkeypatch
-):
+def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(run_dir):
     def fail(_about, _step):
         raise ConnectionError
 
     config = TrainConfig(log_dir=str(run_dir), overwrite=True)
-    run = Mock(config=config, raw=Mock(config=tiny.config))
-    run.log.open_tracker = fail
-    monkeypatch.setattr("support.report.describe_run", lambda *_: {})
+    log = Mock()
+    log.open_tracker = fail
     with pytest.raises(ConnectionError):
-        start_logs(run, None)
+        start_logs(config, log, None, {})
     assert len(checkpoint.checkpoints(run_dir)) == 3
-    run.log.open_tracker = Mock()
-    start_logs(run, None)
+    log.open_tracker = Mock()
+    start_logs(config, log, None, {})
     assert not checkpoint.checkpoints(run_dir)
     assert not (run_dir / "report.md").exists(), "it was about the old run"
 
@@ -764,7 +812,7 @@ def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
     ],
 )
 def test_a_presets_warm_up_is_at_most_a_tenth_of_the_run(flags, steps, tmp_path):
-    config = parse_command_line([*flags.split(), "--data-dir", str(tmp_path)])
+    config, _ = parse_command_line([*flags.split(), "--data-dir", str(tmp_path)])
     assert config.warmup_steps == steps
     assert check(dataclasses.replace(config, log_dir="nowhere"), 1) == []
 
@@ -779,15 +827,35 @@ def run_without(left_out: str, shards, log_dir, flags: str) -> str:
     return done.stdout
 
 
-def test_a_resumed_run_keeps_the_warm_up_that_was_shortened_for_it(corpus, tmp_path):
+@pytest.mark.parametrize(
+    "first, then, steps",
+    [
+        ("", "--max-steps 20", 2),  # a first try, then the whole run
+        ("--warmup-steps 7", "--max-steps 20", 7),  # typed: it stays
+        ("", "--max-steps 20 --warmup-steps 3", 3),
+    ],
+)
+def test_a_warm_up_that_was_not_typed_follows_the_length_of_a_resumed_run(
+    corpus, tmp_path, first, then, steps
+):
     place = (corpus, tmp_path / "log")
-    flags = "--checkpoint-every 10 --max-steps"
-    first = run_without("--warmup-steps", *place, f"{flags} 10")
-    assert "warmup_steps 1, not 715: a tenth" in first
-    then = run_without("--warmup-steps", *place, f"{flags} 20 --resume auto")
-    assert "max_steps 10 -> 20" in then and "warmup" not in then
+    said = run_without("--warmup-steps", *place, f"--checkpoint-every 10 --max-steps 10 {first}")
+    assert f"{first[-1:] or 1} steps of it warm-up" in said
+    said = run_without("--warmup-steps", *place, f"--resume auto {then}")
+    before = int(first[-1:] or 1)
+    assert (f"warmup_steps {before} -> {steps}" in said) == (before != steps)
     starts = [r for r in read_records(tmp_path / "log") if r["type"] in ("run", "resume")]
-    assert [start["config"]["warmup_steps"] for start in starts] == [1, 1]
+    assert [start["config"]["warmup_steps"] for start in starts] == [before, steps]
+    rates = [record["lr"] for record in read_records(tmp_path / "log", "train")]
+    config = TrainConfig(max_steps=20, warmup_steps=steps, learning_rate=0.01)
+    assert rates[10:] == [learning_rate(step, config) for step in range(10, 20)]
+
+
+def test_a_typed_warm_up_that_a_shorter_resume_leaves_no_room_for_is_refused(corpus, run_dir):
+    args = [*tiny_run(corpus, run_dir, "--max-steps 2 --resume"), run_dir / "ckpt_000002"]
+    del args[args.index("--warmup-steps") : args.index("--warmup-steps") + 2]
+    done = call("train_gpt2.py", *args)
+    assert done.returncode == 2 and "warmup_steps 2: use fewer than max_steps 2" in done.stderr
 
 
 def test_pages_about_a_run_have_the_sizes_of_the_model_in_the_files(corpus, finished, tmp_path):
@@ -806,16 +874,15 @@ def test_pages_about_a_run_have_the_sizes_of_the_model_in_the_files(corpus, fini
         ("--n-head=4 --n_embd 768 --no-activation-checkpointing", "has n_head 2, n_embd 32:"),
     ],
 )
-def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, monkeypatch, flags, has):
+def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags, has):
     tiny.save_pretrained(tmp_path / "model")
-    args = ["train_gpt2.py", *flags.split(), "--sequence-length=16"]
-    monkeypatch.setattr(sys, "argv", [*args, f"--init-from={tmp_path}/model"])
-    config = parse_command_line(sys.argv[1:])
+    args = [*flags.split(), "--sequence-length=16", f"--init-from={tmp_path}/model"]
+    config, typed = parse_command_line([*args, "--no-compile"])
     if has:
         with pytest.raises(UserError, match=rf"model {has} leave these flags out.*--init-from"):
-            build_model(config, None, Log("nowhere", True))
+            build_model(config, typed, WORLD)
     else:
-        assert build_model(config, None, Log("nowhere", True)).config.n_layer == 2
+        assert build_model(config, typed, WORLD).config.n_layer == 2
 
 
 def test_eval_only_prints_what_training_does_and_writes_nothing(corpus, tmp_path, monkeypatch):
@@ -842,20 +909,22 @@ def test_a_picture_that_cannot_be_drawn_is_a_line_and_training_goes_on(corpus, t
     flags = ("--val-every", 3, "--val-tokens", 160)
     done = warm_train(corpus, log_dir, *flags, largest_file=20_000)
     assert done.returncode == 0 and len(losses(log_dir)) == 6
-    assert done.stdout.count(f"File too large: '{log_dir}/loss.png'; training goes on") == 3
+    assert (
+        done.stdout.count(f"loss.png: {log_dir}/loss.png cannot be written (File too large)") == 3
+    )
     assert "The curve" not in done.stdout and not list(log_dir.glob(".*tmp"))
 
 
-def test_an_interrupted_last_validation_comes_into_the_card_later(corpus, tmp_path, monkeypatch):
+def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_path, monkeypatch):
     log_dir = tmp_path / "log"
     args = tiny_run(corpus, log_dir, "--val-every 6 --val-tokens 160 --resume auto")
-    answers = [10.0, Interrupted, 9.0]
-    monkeypatch.setattr(train_gpt2, "validate", Mock(side_effect=answers))
-    for words, loss in {"interrupted: ": "10.0000", "done: ": "9.0000"}.items():
+    answers = [(10.0, 2.0), Interrupted, (9.0, None)]
+    monkeypatch.setattr(evaluate, "validate", Mock(side_effect=answers))
+    for words in ("interrupted: ", "done: "):
         assert words in call("train_gpt2.py", *args).stdout
-        card = (log_dir / "ckpt_000006" / "README.md").read_text()
-        assert f"| validation loss | {loss} |" in card
-    assert not checkpoint.damage_of(log_dir / "ckpt_000006")
+    assert [record["val_loss"] for record in read_records(log_dir, "val")] == [10.0, 9.0]
+    words = "ckpt_000006, with the lowest validation loss: 9.0000"
+    assert f"| best checkpoint | {words} |" in (log_dir / "report.md").read_text()
 
 
 def test_a_checkpoint_that_the_clock_asked_for_can_be_the_best(corpus, tmp_path):
@@ -867,18 +936,58 @@ def test_a_checkpoint_that_the_clock_asked_for_can_be_the_best(corpus, tmp_path)
     assert 0 < best < 8 and kept == [best, 8]
 
 
-def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir, tmp_path, monkeypatch):
-    last = run_dir / "ckpt_000006"
-    for log_dir, saved, again in [
-        (run_dir, last, "--resume auto"),
-        (tmp_path, last, f"--resume {last} --overwrite"),
-        (tmp_path, None, "--resume none --overwrite"),
-    ]:
-        typed = ["--data-dir", str(tmp_path), "--log-dir", str(log_dir)]
-        monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *typed])
-        config = TrainConfig(log_dir=str(log_dir))
-        run = SimpleNamespace(config=config, progress=Progress(), last_saved=saved)
-        told = explain_nan(run, "the loss is nan")
-        assert f"{shlex.join(typed)} --no-compile {again}. To go on: {again} with" in told
-        (log_dir / "metrics.jsonl").touch()  # there is a run
-        assert check(parse_command_line([*typed, *again.split()]), 1) == []
+def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir):
+    config = TrainConfig(log_dir=str(run_dir))
+    run = Mock(config=config, progress=Progress())
+    run.command_to_resume.return_value = "AGAIN"
+    with pytest.raises(UserError, match=r"operation: AGAIN --find-nan.*go on: AGAIN with a lower"):
+        end_diverged(run, "the loss is nan")
+    assert run.log.record.call_args.kwargs == {"reason": "the loss is nan"}
+
+
+def test_a_run_begun_from_elsewhere_remembers_it_until_its_first_checkpoint(
+    corpus, finished, tmp_path
+):
+    log_dir = tmp_path / "log"
+    flags = "--max-steps 8 --checkpoint-every 8"
+    start = finished / "ckpt_000004"
+    args = tiny_run(corpus, log_dir, f"{flags} --resume {start}")
+    train(corpus, tmp_path / "whole", f"{flags} --resume {start}")
+    pid = warm_server().start("train_gpt2.py", *args, "--max-steps", "100000")
+    wait_for_file(log_dir / "metrics.jsonl")
+    os.kill(pid, signal.SIGKILL)
+    warm_server().finish()
+    done = train(corpus, log_dir, f"{flags} --resume auto")
+    assert f"resuming from {start}: 4 updates" in done.stdout
+    assert losses_from(log_dir, 4) == losses_from(tmp_path / "whole", 4)
+
+
+def losses_from(log_dir: Path, step: int) -> list[float]:
+    return [r["loss"] for r in read_records(log_dir, "train") if r["step"] >= step]
+
+
+def test_resuming_a_finished_run_changes_no_file(corpus, run_dir, finished):
+    shutil.rmtree(run_dir)
+    shutil.copytree(finished, run_dir)
+    before = contents(run_dir)
+    done = train(corpus, run_dir, "--checkpoint-every 2 --keep-checkpoints 9 --resume auto")
+    assert "nothing is left to do" in done.stdout
+    assert contents(run_dir) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_shard_that_disappears_ends_the_run_with_its_updates_saved(shards, tmp_path, ranks):
+    flags = "--max-steps 100000 --batch-size 1 --val-every 0"
+    server = warm_server()
+    args = tiny_run(shards, tmp_path / "log", flags)
+    server.start("train_gpt2.py", *args, **(two_ranks() if ranks == 2 else {}))
+    wait_for_file(tmp_path / "log" / "metrics.jsonl")
+    while len(read_records(tmp_path / "log", "train")) < 3:
+        time.sleep(0.01)
+    for shard in shards.glob("*_train_*"):
+        shard.unlink()
+    done = server.finish()
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert re.search(r"_train_00000\d.npy.*is saved; go on with:.*--resume auto", done.stderr)
+    [saved] = checkpoint.checkpoints(tmp_path / "log")
+    assert checkpoint.step_of(saved) == len(losses(tmp_path / "log"))

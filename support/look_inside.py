@@ -1,28 +1,27 @@
 """Looks into a model, for the notebook: what attention looks at, what the weights have learned."""
 
+from __future__ import annotations
+
 import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from support.plots import BLACK, COLORS, new_figure, tidy
 
+if TYPE_CHECKING:
+    from model import GPT
 
-def attention_patterns(model, idx) -> np.ndarray:
-    """What the heads look at: idx (1, T) int64 -> (n_layer, nh, T, T).
 
-    Row t of a pattern has the weights with which position t looks at positions 0 to t.
-    """
-    import torch
-
-    layers: list = []  # each layer's queries, keys and values, (1, T, 3C)
-    hooks = [
-        block.attn.c_attn.register_forward_hook(lambda _module, _x, qkv: layers.append(qkv))
-        for block in model.transformer.h
-    ]
+def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
+    """idx (1, T) int64 -> (n_layer, nh, T, T): how much position t looks at each of 0 to t."""
+    layers = []  # of each layer: queries, keys and values, (1, T, 3C)
     with torch.no_grad():
-        model.hidden(idx)
-    for hook in hooks:
-        hook.remove()
+        x = model.embed(idx, torch.arange(idx.size(1)))
+        for block in model.transformer.h:
+            layers.append(block.attn.c_attn(block.ln_1(x)))
+            x = block(x)
     qkv = torch.cat(layers).float().unflatten(-1, (3, model.config.n_head, -1))
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)  # each (n_layer, nh, T, hs)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
@@ -37,21 +36,21 @@ def find_previous_token_head(patterns: np.ndarray) -> tuple[int, int, float]:
     return int(layer), int(head), float(before.max())
 
 
-def plot_positions(model):
+def plot_positions(model: GPT) -> Any:
     """Draws position embeddings: singular values, and the strongest directions along positions."""
     figure, (values, waves) = new_figure(1, 2)
     U, S, _ = np.linalg.svd(model.transformer.wpe.weight.numpy(force=True), full_matrices=False)
     values.plot(S, color=BLACK)
     values.set(xlabel="number, largest first", ylabel="singular value", title="position embeddings")
+    tidy(values)
     for k in range(3):
         waves.plot(U[:, k] * S[k], color=COLORS[k], label=f"number {k}")
     waves.set(xlabel="position", ylabel="weight", title="the three strongest, along positions")
-    for axis in (values, waves):
-        tidy(axis)
+    tidy(waves)
     return figure
 
 
-def plot_attention(pattern: np.ndarray, tokens: list[str], title: str):
+def plot_attention(pattern: np.ndarray, tokens: list[str], title: str) -> Any:
     """Draws one head's pattern (T, T) on a text: a row's token looks at the columns' tokens."""
     figure, (axis,) = new_figure(1, 1, height=6.4)
     image = axis.imshow(pattern, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0)

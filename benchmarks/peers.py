@@ -1,7 +1,7 @@
-"""What bench.py measures.
+"""What bench.py measures: this repository, transformers, and build-nanogpt's ways.
 
-Most functions here make one side of a comparison, in a process of its own: they take the World and
-the side's options, and return the function that is timed (turns.Side).
+Most functions here make a side of a comparison (measure.Side): from the World and the side's
+options they make the function that is timed.
 """
 
 import itertools
@@ -16,16 +16,22 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hellaswag
-from model import GPT, DataLoaderLite, GPTConfig, decay_groups
-from support.device import autocast, compile_blocks, keep_freed_memory
-from support.distributed import World
+from model import GPT, DataLoaderLite, GPTConfig
+from support.compile import compile_blocks
+from support.device import autocast, keep_freed_memory
+from support.distributed import Stop, World
+from support.generation import compile_step
+from support.optim import decay_groups
+from support.sharding import wrap
 from support.tokenizer import EOT, get_tokenizer
 from train_gpt2 import train_step
 
@@ -39,15 +45,14 @@ class MadeUpTokens(DataLoaderLite):
         self.folder = tempfile.TemporaryDirectory()
         tokens = np.random.default_rng(0).integers(EOT, size=2_000_000, dtype=np.uint16)
         tokens[::1000] = EOT
-        np.save(Path(self.folder.name) / "made-up_train_000001.npy", tokens)
+        folder = self.folder.name
+        np.save(f"{folder}/made-up_train_000001.npy", tokens)
         pin = world.device.type == "cuda"
-        super().__init__(
-            self.folder.name, "train", B, T, world.rank, world.size, shuffle=True, pin=pin
-        )
+        super().__init__(folder, "train", B, T, world.rank, world.size, shuffle=True, pin=pin)
 
 
 def training(
-    world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, hf: bool = False, **on
+    world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, hf: bool = False, **on: Any
 ) -> Callable:
     """The real train_step on made-up tokens; the run returns the loss.
 
@@ -57,26 +62,28 @@ def training(
     if on["keep_memory"]:
         keep_freed_memory(world.device)
     if hf:
-        raw = make_transformers_model(size, T)
-        raw.forward = partial(transformers_loss, raw.forward)
+        model = make_transformers_model(size, T)
+        model.forward = partial(transformers_loss, model.forward)
     else:
-        raw = GPT(GPTConfig(block_size=T, pad_vocab_to=on["pad_vocab_to"], **size))
+        model = GPT(GPTConfig(block_size=T, pad_vocab_to=on["pad_vocab_to"], **size))
     if not on["own_loss"]:
-        raw.forward = partial(plain_loss, raw)
-    raw.to(world.device)
-    groups = decay_groups(list(raw.parameters()), weight_decay=0.1)
+        model.forward = partial(plain_loss, model)
+    model.to(world.device)
+    groups = decay_groups(list(model.parameters()), weight_decay=0.1)
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=on["fused"] or None)
     if on["compile"] and hf:
-        raw = torch.compile(raw, dynamic=False)
+        model = torch.compile(model, dynamic=False)
     elif on["compile"]:
-        compile_blocks(raw, on["recompute"])
-    step = dict(
-        model=world.wrap(raw),
+        compile_blocks(model, on["recompute"])
+    step = partial(
+        train_step,
+        model=wrap(model, world),
         optimizers=[adamw],
         scaler=torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16),
         loader=MadeUpTokens(B, T, world),
         grad_accum_steps=1,
         world=world,
+        stop=Stop(world),
         dtype=dtype,
         lr=6e-4,
         grad_clip=1.0,
@@ -84,29 +91,28 @@ def training(
 
     def run() -> dict:
         with nullcontext() if on["flash"] else sdpa_kernel([SDPBackend.MATH]):
-            loss, _ = train_step(**step)
+            loss, _, _ = step()
         return dict(loss=loss)
 
     return run
 
 
-def plain_loss(model: GPT, x, y):
+def plain_loss(model: GPT, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
     """The loss as everyone writes it first, from the float32 logits of all tokens."""
     logits = model.logits(model.hidden(x)).float()  # (B, T, V)
     return None, F.cross_entropy(logits.flatten(0, 1), y.flatten())
 
 
-def transformers_loss(their_forward: Callable, x, y):
-    result = their_forward(input_ids=x, labels=x, use_cache=False)  # it shifts the labels
-    return None, result.loss
+def transformers_loss(their_forward: Callable, x: Tensor, _y: Tensor) -> tuple:
+    return None, their_forward(input_ids=x, labels=x, use_cache=False).loss  # it shifts labels
 
 
-def make_transformers_model(size: dict[str, int], T: int) -> torch.nn.Module:
+def make_transformers_model(size: dict[str, Any], T: int) -> Any:
     """transformers' GPT-2, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    no_dropout = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(n_positions=T, **size, **no_dropout))
+    size = size | dict(n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(**size))
 
 
 # -- generation
@@ -117,15 +123,14 @@ def generation(
 ) -> Callable:
     """Samples 128 tokens after each of `rows` prompts. hf: by transformers."""
     idx = torch.randint(EOT, (rows, 8)).to(world.device)
-    sampling = dict(max_new_tokens=128, temperature=0.9, top_k=50)
+    sampling: dict[str, Any] = dict(max_new_tokens=128, temperature=0.9, top_k=50)
+    model = make_transformers_model(size, T=1024) if hf else GPT(GPTConfig(**size))
     if hf:
-        model = make_transformers_model(size, T=1024)
-        sampling |= dict(attention_mask=torch.ones_like(idx), pad_token_id=EOT)
-        sampling |= dict(do_sample=True, top_p=1.0, min_new_tokens=128)
-    else:
-        model = GPT(GPTConfig(**size))
-        sampling |= dict(compile=compile)
+        sampling |= dict(do_sample=True, top_p=1.0, min_new_tokens=128, pad_token_id=EOT)
+        sampling["attention_mask"] = torch.ones_like(idx)
     model.to(world.device, dtype).eval().requires_grad_(False)
+    if compile:
+        compile_step(model)
 
     def run() -> None:
         model.generate(idx, **sampling)
@@ -144,7 +149,7 @@ def scoring(
     if compile:
         compile_blocks(model, recompute=False)
     if not batched:
-        return lambda: score_one_at_a_time(model, examples, world.device, dtype)
+        return partial(score_one_at_a_time, model, examples, world, dtype)
     keep_freed_memory(world.device)
     prepared = hellaswag.prepare(examples, model, world.device)
 
@@ -156,14 +161,14 @@ def scoring(
 
 
 @torch.no_grad()
-def score_one_at_a_time(model: GPT, examples: list, device, dtype: torch.dtype) -> dict:
+def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.dtype) -> dict:
     """HellaSwag as build-nanogpt scores it: four padded rows per example, and all their logits."""
     correct = 0
     for example in examples:
         tokens, mask, label = hellaswag.render_example(example)
-        tokens = tokens.to(device)  # (4, N)
-        mask = mask.to(device)[:, 1:]
-        with autocast(device, dtype):
+        tokens = tokens.to(world.device)  # (4, N)
+        mask = mask.to(world.device)[:, 1:]
+        with autocast(world.device, dtype):
             logits, _ = model(tokens)
         predictions = logits[:, :-1].flatten(0, 1)
         targets = tokens[:, 1:].flatten()
@@ -190,20 +195,12 @@ def write_documents(path: str, megabytes: int) -> float:
     return written
 
 
-def read_documents(path: str) -> list[str]:
-    return [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
-
-
 def classic_pool(world: World, *, path: str) -> Callable:
     """build-nanogpt's loop without its files: one document at a time to half the cores."""
-    documents = read_documents(path)
+    documents = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
     pool = multiprocessing.Pool(max(1, (os.cpu_count() or 1) // 2))
-
-    def run() -> dict:
-        arrays = pool.imap(classic_tokenize, documents, chunksize=16)
-        return dict(tokens=sum(map(len, arrays)))
-
-    return run
+    count = partial(pool.imap, classic_tokenize, documents, chunksize=16)
+    return lambda: dict(tokens=sum(map(len, count())))
 
 
 def classic_tokenize(document: str) -> np.ndarray:
@@ -212,12 +209,12 @@ def classic_tokenize(document: str) -> np.ndarray:
 
 def fineweb_script(world: World, *, path: str) -> Callable:
     """fineweb.py as a user runs it."""
-    script = Path(__file__).parent.parent / "fineweb.py"
+    script = str(Path(__file__).parent.parent / "fineweb.py")
+    command = [sys.executable, script, "--source", path]
 
     def run() -> dict:
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, script, "--source", path, "--data-dir", folder]
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run([*command, "--data-dir", folder], check=True, stdout=subprocess.DEVNULL)
             return dict(tokens=json.loads(Path(folder, "manifest.json").read_text())["tokens"])
 
     return run

@@ -8,16 +8,16 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from support.common import first_line
 from support.device import peak_memory, synchronize
@@ -28,8 +28,8 @@ from support.distributed import World
 class Side:
     """One of the things that are compared.
 
-    Its process calls make(world, **options) -> run. Each call of run() does once what is timed. run
-    may return a dict of numbers: those of the first run become columns.
+    Its process calls make(world, **options) -> run, and times calls of run(). If run returns a dict
+    of numbers, those of the first call become columns.
     """
 
     name: str
@@ -60,7 +60,7 @@ def start(side: Side, device: str, rank: int, port: int) -> dict:
     torch.manual_seed(0)
     here["world"] = World(device)
     here["run"] = side.make(here["world"], **side.options)
-    returned = here["run"]() or {}  # compiles, and allocates the optimizer's moments
+    returned = here["run"]() or {}  # compiles, and allocates the optimizer's state
     return {name: float(value) for name, value in returned.items()}
 
 
@@ -88,12 +88,6 @@ def leave() -> None:
 # -- in the process that compares
 
 
-def wait_for(answers: list[Future]) -> dict:
-    """Waits for all processes of a side -> the answer of rank 0. Raises what they raise."""
-    results = [future.result() for future in answers]
-    return results[0]
-
-
 class Worker:
     """The processes of one side."""
 
@@ -104,17 +98,16 @@ class Worker:
         self.pools = [ProcessPoolExecutor(1, spawn) for _ in range(side.processes)]
 
     def first_run(self, device: str) -> dict:
-        with socket.socket() as s:  # a free port, where the processes find each other
-            s.bind(("localhost", 0))
-            _, port = s.getsockname()
-        answers = []
-        for rank, pool in enumerate(self.pools):
-            answers.append(pool.submit(start, self.side, device, rank, port))
-        return wait_for(answers)
+        port = get_free_port()  # where the processes find each other
+        ranks = enumerate(self.pools)
+        answers = [pool.submit(start, self.side, device, rank, port) for rank, pool in ranks]
+        numbers, *_ = [answer.result() for answer in answers]  # each may raise
+        return numbers
 
     def turn(self, least: float) -> dict:
         """Takes a turn. The next one lasts at least `least` seconds: short runs are repeated."""
-        turn = wait_for([pool.submit(take_turn, self.runs) for pool in self.pools])
+        answers = [pool.submit(take_turn, self.runs) for pool in self.pools]
+        turn, *_ = [answer.result() for answer in answers]
         self.runs = max(1, math.ceil(min(1000, least / turn["seconds"])))
         return turn
 
@@ -166,22 +159,13 @@ def take_turns(worker: Worker, base: Worker | None, rounds: int, least: float) -
         turn = worker.turn(least)
         rates.append(side.amount / turn["seconds"])
     median = statistics.median(rates)
-    row = dict(
-        name=side.name,
-        unit=side.unit,
-        median=median,
-        low=min(rates),
-        high=max(rates),
-        ms=1000 * side.amount / median,
-        memory_gb=turn["memory"] / 1e9,
-        options=side.options,
-    )
+    row: dict = dict(name=side.name, unit=side.unit, options=side.options)
+    row |= dict(median=median, low=min(rates), high=max(rates), ms=1000 * side.amount / median)
+    row["memory_gb"] = turn["memory"] / 1e9
     if side.peak:
         row["MFU"] = median / side.peak
     if base:
         ratios = [rate / beside for rate, beside in zip(rates, base_rates, strict=True)]
-        row["beside"] = statistics.median(base_rates)
-        row["speedup"] = statistics.median(ratios)  # by the turns that stood side by side
-        row["speedup_low"] = min(ratios)
-        row["speedup_high"] = max(ratios)
+        row |= dict(speedup=statistics.median(ratios), beside=statistics.median(base_rates))
+        row |= dict(speedup_low=min(ratios), speedup_high=max(ratios))
     return row

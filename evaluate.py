@@ -1,0 +1,163 @@
+"""What is measured on the way: validation loss, HellaSwag, samples. A new evaluation comes here."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import hellaswag
+import sample
+from config import TrainConfig
+from model import GPT, DataLoaderLite
+from support.common import UserError, say
+from support.compile import eager
+from support.device import autocast, evaluation_mode
+from support.distributed import Stop, World
+from support.tokenizer import EOT, token_sizes
+
+
+@dataclass
+class Evaluations:
+    """What is measured on the way. A new one is a method, and its line in `due`.
+
+    A method returns what metrics.jsonl keeps. log.txt gets the first value, if it is a number. The
+    console and the report show the value of `figures`, {name: figure}, if there is one.
+    """
+
+    config: TrainConfig
+    model: GPT
+    world: World
+    stop: Stop
+    dtype: torch.dtype
+    val_loader: DataLoaderLite | None
+    examples: hellaswag.Prepared | None
+
+    def due(self, step: int) -> dict[str, Callable[[int], dict[str, Any]]]:
+        """The evaluations of a step, by their streams in log.txt."""
+        config = self.config
+        every = {
+            "val": (self.measure_loss, config.val_every),
+            "hella": (self.score_hellaswag, config.hellaswag_every if self.examples else 0),
+            "samples": (self.print_samples, config.sample_every if step else 0),
+        }
+        return {n: measure for n, (measure, N) in every.items() if is_due(step, N, config)}
+
+    def measure_loss(self, _step: int) -> dict[str, Any]:
+        assert self.val_loader
+        loss, bits_per_byte = validate(
+            model=self.model,
+            loader=self.val_loader,
+            val_tokens=self.config.val_tokens,
+            world=self.world,
+            stop=self.stop,
+            dtype=self.dtype,
+        )
+        values = dict(val_loss=loss, perplexity=math.exp(min(loss, 99)))
+        figures = {"val loss": f"{loss:.4f}", "perplexity": f"{values['perplexity']:.2f}"}
+        if bits_per_byte is not None:
+            values["bits_per_byte"] = bits_per_byte
+            figures["bits/byte"] = f"{bits_per_byte:.4f}"
+        return {**values, "figures": figures}
+
+    def score_hellaswag(self, _step: int) -> dict[str, Any]:
+        assert self.examples
+        score = hellaswag.evaluate(
+            self.model,
+            self.examples,
+            self.world.device,
+            world=self.world,
+            dtype=self.dtype,
+            stop=self.stop,
+        )
+        values = dict(hellaswag=score["acc_norm"], acc=score["acc"], total=score["total"])
+        figure = "{num_correct_norm}/{total} = {acc_norm:.4f}".format(**score)
+        return {**values, "figures": {"HellaSwag": figure}}
+
+    def print_samples(self, step: int) -> dict[str, Any]:
+        config = self.config
+        rank = self.world.rank
+        generator = torch.Generator(self.world.device)
+        generator.manual_seed(config.seed + 1000 * step + rank)
+        prompt = config.sample_prompt
+        with eager():  # prompts and caches of every length would recompile the blocks
+            texts = sample.complete(
+                self.model, prompt, config.num_samples, config.sample_tokens, generator=generator
+            )
+        for i, text in enumerate(texts):
+            say(f"rank {rank} sample {i}: {text}")
+        return dict(prompt=prompt, samples=texts)
+
+
+def is_due(step: int, every: int, config: TrainConfig) -> bool:
+    return every > 0 and (step % every == 0 or step == config.max_steps)
+
+
+def build_evaluations(
+    config: TrainConfig, model: GPT, world: World, stop: Stop, dtype: torch.dtype, B: int
+) -> Evaluations:
+    val_loader = None
+    if config.val_every:
+        val_loader = DataLoaderLite(config.data_dir, "val", B, config.sequence_length)
+        if config.val_tokens > val_loader.num_sequences * val_loader.T:
+            world.say("val: the split is smaller than val_tokens, so all of it is used")
+    examples = None
+    if config.hellaswag_every:
+        path = config.hellaswag_path
+        try:
+            loaded = hellaswag.load_examples(path, config.hellaswag_limit, world)
+            examples = hellaswag.prepare(loaded, model, world.device)
+        except UserError as error:
+            if path:
+                raise
+            world.say(f"hellaswag: off, {error}")  # there is no network
+    return Evaluations(config, model, world, stop, dtype, val_loader, examples)
+
+
+def show(figures: dict[str, str]) -> str:
+    return " | ".join(f"{name} {figure}" for name, figure in figures.items())
+
+
+@torch.no_grad()
+def validate(
+    model: GPT,
+    loader: DataLoaderLite,
+    val_tokens: int,
+    world: World,
+    dtype: torch.dtype,
+    stop: Stop,
+) -> tuple[float, float | None]:
+    """The mean loss over the first val_tokens of the split: nats per token, and bits per byte.
+
+    Bits per byte compare models of different vocabularies, on the same text. They leave out the
+    losses of <|endoftext|>, because it is no text; None if the split has no text. The micro-batch
+    and the number of processes change neither.
+    """
+    sequences = min(val_tokens // loader.T, loader.num_sequences)
+    sizes = torch.from_numpy(token_sizes())
+    on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
+    total, eot_nats, num_bytes = torch.zeros(3, dtype=torch.float64, device=on)
+    rounds = range(0, sequences, loader.B * world.size)
+    disable = None if world.is_main else True  # None: a bar only in a terminal
+    with evaluation_mode(model), autocast(world.device, dtype):
+        for first in tqdm(rounds, "validation", leave=False, disable=disable):
+            mine = first + world.rank * loader.B
+            count = min(loader.B, sequences - mine)
+            with stop.noting_problems():
+                if count > 0:
+                    x, y = loader.batch(mine, count)
+                    num_bytes += sizes[y].sum()
+                    # compiled blocks want batches of one size; targets of -1 do not count
+                    x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
+                    y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
+                    hidden = model.hidden(x)
+                    total += model.loss(hidden, y).to(total) * count
+                    is_eot = y == EOT
+                    eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(total).sum()
+            stop.check()
+    total, eot_nats, num_bytes = world.sum(torch.stack([total, eot_nats, num_bytes]))
+    bits = (total * loader.T - eot_nats) / math.log(2)
+    return (total / sequences).item(), (bits / num_bytes).item() if num_bytes else None

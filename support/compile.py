@@ -1,0 +1,63 @@
+"""What runs compiled: the blocks and the loss, in place. And whether anything can be compiled here.
+
+Attention's backward pass in bfloat16 on a CPU is in support/attention.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch._functorch import config as functorch_config
+
+from support.attention import replace_attention_backward
+
+if TYPE_CHECKING:
+    from model import GPT
+
+
+def why_not_compile(device: torch.device) -> str:
+    """Why torch.compile does not work here; empty if it does."""
+    if device.type == "mps":
+        return "torch.compile is not reliable on MPS"
+    try:
+        torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
+        return ""
+    except Exception as error:  # no compiler, no Triton, an unsupported Python, …
+        reason = f"{type(error).__name__}; it needs a C++ compiler such as g++"
+        return f"torch.compile does not work here ({reason})"
+
+
+def compile_model(model: GPT, device: torch.device, asked: bool) -> str:
+    """Compiles the model, if asked and possible -> how it runs, in words."""
+    problem = why_not_compile(device) if asked else "--no-compile"
+    if problem:
+        return f"not compiled: {problem}"
+    compile_blocks(model, recompute=device.type == "cpu")
+    return "compiled"
+
+
+def compile_blocks(model: GPT, recompute: bool) -> None:
+    """Compiles the blocks and the loss of a GPT in place, for training and validation.
+
+    All blocks share their code, so 48 layers compile as fast as 12. Parameters keep their names.
+    DDP and FSDP work between the blocks. The embedding stays eager: inductor would scatter its
+    gradient with atomics, which is slow on a CPU and differs from run to run.
+    """
+    replace_attention_backward()
+    # Backward passes recompute GELU, layer norms and casts of the weights, if asked. By default the
+    # compiler keeps them if that is faster.
+    functorch_config.ban_recompute_used_far_apart = not recompute
+    functorch_config.ban_recompute_long_fusible_chains = not recompute
+    functorch_config.ban_recompute_materialized_backward = not recompute
+    torch._dynamo.config.recompile_limit = 64  # micro-batches that are tried, validation, …
+    torch._dynamo.config.optimize_ddp = False  # it would split blocks, but only those inside DDP
+    for block in model.transformer.h:
+        block.forward = torch.compile(block.forward, dynamic=False)
+    model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
+
+
+def eager() -> AbstractContextManager:
+    """The context in which compiled blocks run as written: new shapes would recompile them."""
+    return torch.compiler.set_stance("force_eager")

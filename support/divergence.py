@@ -1,0 +1,96 @@
+"""Runs that go wrong: spikes, updates that are skipped, and the hunt for a NaN's origin."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from support.common import UserError, first_line
+
+if TYPE_CHECKING:
+    from support.checkpoint import Progress
+
+SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
+MOST_SKIPPED = 50  # updates in a row: the model learns nothing any more
+
+
+def is_spike(value: float, recent: list[float], limit: float) -> bool:
+    """Whether a value is more than `limit` standard deviations above the mean of a full window."""
+    if len(recent) < SPIKE_WINDOW:
+        return False
+    return value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
+
+
+def judge_update(
+    progress: Progress, loss: float, norm: float, *, limit: float, float16: bool
+) -> str:
+    """Why an update must be skipped; empty if not. It counts, and moves the windows, of progress.
+
+    limit: standard deviations that make a spike (--skip-spikes); 0 skips only float16's overflows.
+    """
+    reason = ""
+    if float16 and math.isfinite(loss) and not math.isfinite(norm):
+        reason = "overflow in float16"  # the scaler lowers its scale
+    elif limit and not (math.isfinite(loss) and math.isfinite(norm)):
+        reason = f"loss {loss}, norm {norm}"
+    elif limit:
+        for name, value in {"loss": loss, "norm": norm}.items():
+            if is_spike(value, progress.recent[name], limit):
+                reason = f"spike of the {name}"
+            progress.recent[name] = [*progress.recent[name], value][-SPIKE_WINDOW:]
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if reason else 0
+    return reason
+
+
+def why_stop(progress: Progress, loss: float, norm: float, skipped: str) -> str:
+    """Why training cannot go on after an update; empty if it can."""
+    if progress.skipped_in_a_row == MOST_SKIPPED:
+        return f"{MOST_SKIPPED} updates in a row were skipped, the last because of: {skipped}"
+    if skipped or (math.isfinite(loss) and math.isfinite(norm)):
+        return ""
+    return f"the loss is {loss} and the gradient norm {norm}"
+
+
+def find_not_finite(model: nn.Module) -> str:
+    """A parameter with a value that is not finite in this process; empty if there is none."""
+    for name, p in model.named_parameters():
+        values: Any = p.detach()
+        if not getattr(values, "_local_tensor", values).isfinite().all():
+            return name
+    return ""
+
+
+@contextmanager
+def naming_operations(model: nn.Module) -> Iterator[None]:
+    """Inside, the first result that is not finite raises a UserError with its operation's name.
+
+    In the forward pass that is a module, in the backward pass a function of autograd.
+    """
+    hooks = [
+        module.register_forward_hook(partial(check_output, name or "the loss"))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            yield
+    except RuntimeError as error:
+        if "returned nan values" not in str(error):
+            raise
+        raise UserError(f"in the backward pass: {first_line(error)}") from None
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_output(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+    for x in output if isinstance(output, tuple) else (output,):
+        if isinstance(x, torch.Tensor) and not x.isfinite().all():
+            kind = type(module).__name__
+            raise UserError(f"the first output that is not finite is that of {name} ({kind})")

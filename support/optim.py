@@ -1,0 +1,120 @@
+"""Optimizers by name, their parameter groups, and the clipping of gradients.
+
+A new optimizer is a function here, its word in OPTIMIZERS, and the same word in TrainConfig.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.linalg import vector_norm
+from torch.optim import AdamW, Muon, Optimizer
+
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import World
+
+
+def adamw(model: GPT, **options: Any) -> list[Optimizer]:
+    """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas for all parameters."""
+    return [adamw_of(model.parameters(), **options)]
+
+
+def muon(model: GPT, learning_rate: float, weight_decay: float, **options: Any) -> list[Optimizer]:
+    """Muon (Jordan 2024) for the matrices inside the blocks, AdamW for the others.
+
+    Its update is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves
+    both.
+    """
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
+    ids = {id(p) for p in matrices}
+    others = [p for p in model.parameters() if id(p) not in ids]
+    make = ShardedMuon if isinstance(matrices[0], DTensor) else Muon
+    for_matrices = make(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [adamw_of(others, learning_rate, weight_decay, **options), for_matrices]
+
+
+OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": adamw, "muon": muon}
+
+
+def adamw_of(
+    params: Iterable[nn.Parameter], learning_rate: float, weight_decay: float, **options: Any
+) -> AdamW:
+    """AdamW for these parameters, fused where the device can. options: betas and eps."""
+    params = [p for p in params if p.requires_grad]
+    groups = decay_groups(params, weight_decay)
+    return AdamW(groups, learning_rate, fused=params[0].device.type in ("cuda", "cpu"), **options)
+
+
+def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not."""
+    return [
+        dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
+        dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
+    ]
+
+
+class ShardedMuon(Muon):
+    """PyTorch's Muon for sharded matrices.
+
+    It gathers each matrix once, in the bfloat16 in which Muon computes. Products of sharded
+    matrices would need a collective in each of the five iterations, and round differently.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, group)
+
+    def update(self, p: Any, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+        direction = p.grad.lerp(state["momentum_buffer"], group["momentum"])  # Nesterov's
+        gathered = direction.bfloat16().full_tensor()
+        update = orthogonalize(gathered, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(update, alpha=-0.2 * math.sqrt(max(p.shape)) * group["lr"])
+
+
+def orthogonalize(
+    x: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """A bfloat16 matrix with nearly equal singular values: Muon's Newton-Schulz iteration.
+
+    x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular value towards 1.
+    """
+    a, b, c = coefficients
+    if is_tall := x.size(0) > x.size(1):
+        x = x.T
+    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
+    for _ in range(steps):
+        A = x @ x.T
+        x = torch.addmm(x, torch.addmm(A, A, A, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tensor:
+    """Scales the gradient down to a norm of at most `largest` (0 = any) -> its norm before.
+
+    A tensor's norm is the norm of its rows' norms. One float32 sum over the 124M's embedding is
+    0.3% off on a CPU, and off by another amount where processes share it.
+    """
+    params = [p for p in model.parameters() if p.grad is not None]
+    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
+    rows = [vector_norm(grad, dim=-1) for grad in grads]
+    norm = vector_norm(torch.stack([vector_norm(row) for row in rows]))
+    if isinstance(params[0], DTensor):
+        copies = world.size / world.shards
+        norm = (world.sum(norm.square()) / copies).sqrt()
+    torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
+    return norm

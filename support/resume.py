@@ -1,0 +1,258 @@
+"""Resuming: what two starts of a run may differ in; finding, refusing, restoring a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from support import checkpoint
+from support.checkpoint import Checkpoint, Progress
+from support.common import UserError, writing
+from support.device import device_name
+from support.log import Log, read_metrics, starts_of
+from support.report import revision
+from support.shards import find_shards, identify
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from model import GPT, DataLoaderLite
+    from support.distributed import World
+
+# A resumed run may change these without a word.
+SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device", "find_nan"}
+SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best"}
+
+# What a change means, where its name does not say it
+REORDERED = " (the rest of this epoch has another order: some sequences come again, others never)"
+MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
+MEANINGS["val_tokens"] = " (validation losses do not compare with those before)"
+
+
+# -- commands
+
+
+def command_line(launcher: str, args: list[str]) -> str:
+    return f"{launcher} {shlex.join(['train_gpt2.py', *args])}"
+
+
+def args_to_resume(args: list[str]) -> list[str]:
+    """The arguments that go on with the run that these began."""
+    left_out = ("--resume", "--overwrite")
+    kept = [
+        arg
+        for before, arg in pairwise(["", *args])
+        if before != "--resume" and arg.partition("=")[0] not in left_out
+    ]
+    return [*kept, "--resume", "auto"]
+
+
+# -- which checkpoint
+
+
+def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
+    """If torchrun restarted the processes: goes on with the run that they had begun, if they had.
+
+    A run has begun when its start is in metrics.jsonl. Older checkpoints are out of the way before
+    that. Rank 0 decides, because a shared disk may show two nodes two states.
+    """
+    launches = world.launches()
+    if world.is_main and launches:
+        starts = starts_of(records_of(config))
+        if starts and set(launches) & set(starts[-1]["launch"]):
+            config = dataclasses.replace(config, resume="auto", overwrite=False)
+    return world.broadcast(config)
+
+
+def records_of(config: TrainConfig) -> list[dict[str, Any]]:
+    """The records of the run in log_dir; none if there is no run."""
+    return read_metrics(Path(config.log_dir, "metrics.jsonl"))
+
+
+def find_checkpoint(config: TrainConfig, world: World) -> Checkpoint | None:
+    """The checkpoint to go on from; None for a new run.
+
+    auto takes the newest of log_dir. If there is none yet, it takes the checkpoint from elsewhere
+    that the run in log_dir began with.
+    """
+    if config.resume == "none":
+        return None
+    candidates = [Path(config.resume)]
+    if config.resume == "auto":
+        candidates = checkpoint.checkpoints(config.log_dir)[::-1]
+        starts = [] if candidates else starts_of(records_of(config))
+        if starts and starts[-1].get("resumed_from"):
+            candidates = [Path(starts[-1]["resumed_from"])]
+    resumed_from = checkpoint.find(candidates, world)
+    if resumed_from is None:
+        world.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
+    return resumed_from
+
+
+def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
+    """Whether nothing is left to do: the run is past its last step, or has reached its end."""
+    step = resumed_from.state["step"]
+    if step == config.max_steps and is_own(config, resumed_from):
+        return any(record["type"] == "end" for record in records_of(config)[-1:])
+    return step > config.max_steps
+
+
+def is_own(config: TrainConfig, resumed_from: Checkpoint) -> bool:
+    """Whether a checkpoint is in log_dir, and not from elsewhere."""
+    return resumed_from.path.resolve().parent == Path(config.log_dir).resolve()
+
+
+# -- what may differ
+
+
+def compare_settings(
+    config: TrainConfig, resumed_from: Checkpoint, model_fields: tuple[dataclasses.Field, ...]
+) -> list[str]:
+    """The settings that have changed since a checkpoint, as "name then -> now".
+
+    model_fields: those of GPTConfig. Raises UserError if the model or the optimizer differs.
+    """
+    state = resumed_from.state
+    then = dataclasses.asdict(type(config)()) | state["config"]  # a newer field: its default
+    now = dataclasses.asdict(config)
+    for name in ("dtype", "batch_size"):  # auto and 0 keep what they have found
+        then[name] = state[name]
+        now[name] = then[name] if now[name] in ("auto", 0) else now[name]
+    changed = {
+        name: f"{name} {then[name]} -> {now[name]}{MEANINGS.get(name, '')}"
+        for name in now
+        if then[name] != now[name]
+    }
+    fixed = ["sequence_length", "optimizer"]
+    fixed += [field.name for field in model_fields if "same_math" not in field.metadata]
+    refused = [changed[name] for name in fixed if name in changed]
+    unknown = set(state["model"]) - {field.name for field in model_fields}
+    refused += [f"{name}, which this program does not know" for name in sorted(unknown)]
+    if refused:
+        raise UserError(
+            f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: use its "
+            "values, or start a new run in another --log-dir (there, --init-from "
+            f"{resumed_from.path} takes the weights of the same model)"
+        )
+    return [changed[name] for name in changed if name not in SILENT]
+
+
+def describe_machine(world: World) -> dict[str, Any]:
+    """What else decides the last bits of a loss, besides the settings."""
+    return {
+        "code": revision(),
+        "device": device_name(world.device),
+        "processes": world.size,
+        "threads": torch.get_num_threads() if world.device.type == "cpu" else "any",
+        "torch": str(torch.__version__),
+    }
+
+
+def say_what_differs(world: World, resumed_from: Checkpoint, changed: list[str]) -> None:
+    path = resumed_from.path
+    state = resumed_from.state
+    world.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
+    if changed:
+        world.say(f"  with other settings than before: {', '.join(changed)}")
+    then = state["machine"]
+    here = describe_machine(world)
+    moved = [f"{key} {then[key]} -> {here[key]}" for key in here if then[key] != here[key]]
+    if moved:
+        world.say(f"  so the uninterrupted run may have other bits: {', '.join(moved)}")
+
+
+def identify_data(config: TrainConfig, resumed_from: Checkpoint | None) -> dict[str, dict]:
+    """What a checkpoint keeps of the data: {split: `identify` of its shards}.
+
+    Raises UserError if shards are missing or damaged, or not those that the run was trained on.
+    """
+    data_dir = Path(config.data_dir)
+    splits = ["train", "val"] if config.val_every else ["train"]
+    now = {split: identify(find_shards(data_dir, split)) for split in splits}
+    if resumed_from is None:
+        return now
+    then = resumed_from.state["data"]
+    for split in splits:
+        before = then.get(split, now[split])
+        refuse_other_shards(data_dir, before, now[split], resumed_from.path)
+    return then | now  # without validation, the split that the run had is kept
+
+
+def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> None:
+    """Raises UserError, which says what to put back or take away, if the shards have changed."""
+    missing = sorted(before.keys() - now.keys())
+    added = sorted(now.keys() - before.keys())
+    changed = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
+    if missing or added or changed:
+        mend = "put the shards back" if missing or changed else "move the new shards away"
+        raise UserError(
+            f"{data_dir} has other shards than when {path} was written (missing: {missing[:3]}, "
+            f"changed: {changed[:3]}, new: {added[:3]}): {mend}, or start a new run from its "
+            f"weights with --init-from {path}"
+        )
+
+
+# -- restoring and beginning
+
+
+def restore(
+    config: TrainConfig,
+    resumed_from: Checkpoint | None,
+    model: GPT,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    loader: DataLoaderLite,
+) -> Progress:
+    """Puts a run's parts where the checkpoint left them, if there is one -> how far it had come."""
+    if resumed_from is None:
+        return Progress()
+    state = resumed_from.state
+    checkpoint.load_optimizers(model, optimizers, state.pop("optimizer"))
+    if state["scaler"]:
+        scaler.load_state_dict(state["scaler"])
+    loader.seek(state["cursor"])
+    names = [field.name for field in dataclasses.fields(Progress)]
+    progress = Progress(**{name: state[name] for name in names})
+    if not is_own(config, resumed_from):
+        progress.best = None  # its checkpoint is not in this log_dir
+    return progress
+
+
+def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
+    """Renames damaged and later checkpoints; --overwrite removes those of the old run."""
+    log_dir = Path(config.log_dir)
+    checkpoint.sweep(log_dir)
+    for path in resumed_from.damaged if resumed_from else []:
+        checkpoint.set_aside(path, "damaged")
+    own = resumed_from is not None and is_own(config, resumed_from)
+    newest = resumed_from.state["step"] if resumed_from and own else -1
+    for path in checkpoint.checkpoints(log_dir):
+        if config.overwrite and not own:
+            checkpoint.remove(path)
+        elif checkpoint.step_of(path) > newest:
+            checkpoint.set_aside(path, "abandoned")
+    if not own:
+        for name in ("loss.png", "report.md"):
+            (log_dir / name).unlink(missing_ok=True)
+
+
+def start_logs(
+    config: TrainConfig, log: Log, resumed_from: Checkpoint | None, about: dict[str, Any]
+) -> None:
+    """Begins the logs, or goes on with those of the checkpoint's run."""
+    step = resumed_from.state["step"] if resumed_from else 0
+    if log.is_main:
+        log.open_tracker(about, step)  # if it fails, the old run is still there
+        with writing(Path(config.log_dir)):
+            clear_the_way(config, resumed_from)
+    if resumed_from is None:
+        log.start(about)
+        return
+    own = is_own(config, resumed_from)
+    if not own:
+        about = about | {"resumed_from": str(resumed_from.path.resolve())}
+    log.resume(step, resumed_from.state["evaluated"], about, ours=own)

@@ -1,0 +1,111 @@
+"""What the processes divide besides the batch, and what that does to a model.
+
+ddp     nothing: the backward pass averages the gradients of all processes
+zero1   the optimizer's state. All weights are gathered in an update's first forward pass, and
+        gradients are summed in its last backward pass: it has ddp's traffic
+fsdp    weights and gradients, too. A block's weights are gathered when its turn comes, and its
+        gradients are summed in each micro-step
+
+zero1 and fsdp are FSDP2 (Zhao et al. 2023). On several nodes, the processes of each node share one
+copy, so that only sums cross the network. One process shards nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from support.compile import eager
+
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import World
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each process has only its shard of the weights."""
+    return isinstance(model, FSDPModule)
+
+
+def units_of(model: GPT) -> list[Any]:
+    """What FSDP2 gathers at a time: each block, and the rest of the model."""
+    return [*model.transformer.h, model]
+
+
+def shard(model: GPT, world: World, sharding: str) -> None:
+    """Moves a model to the device; of a sharded one, only this process's shard of each tensor.
+
+    Call it before the optimizer is made. FSDP2 gathers weights in float32: gathered in 16 bits,
+    layer norms and residual stream would differ.
+    """
+    if world.size == 1 or sharding == "ddp":
+        model.to(world.device)
+        return
+    copies = world.size // world.shards
+    shape = (copies, world.shards) if copies > 1 else (world.shards,)
+    names = ("copies", "shards")[-len(shape) :]
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for unit in units_of(model):
+        fully_shard(unit, mesh=mesh)
+    # the first forward finishes the set-up, and must be of the whole model
+    x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    with torch.no_grad():
+        model(x, x)
+    reshard(model, sharding)
+
+
+def reshard(model: GPT, sharding: str) -> None:
+    """Leaves each process its shard of the weights. fsdp gathers a block only for its turn."""
+    for unit in units_of(model):
+        unit.set_reshard_after_forward(sharding == "fsdp" and unit is not model, recurse=False)
+        unit.reshard()
+
+
+@contextmanager
+def unsharded(model: GPT, sharding: str) -> Iterator[None]:
+    """For evaluation: inside, each process holds all weights, and calls the model once or more."""
+    units = units_of(model) if is_sharded(model) else []
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        if units:
+            reshard(model, sharding)
+
+
+def wrap(model: GPT, world: World) -> nn.Module:
+    """The model whose backward pass averages the gradients over all processes."""
+    if world.size == 1 or is_sharded(model):
+        return model
+    trained = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # After its first backward pass, DDP divides the gradients into other buckets, which three or
+    # more processes sum in another order. A resumed run must not have a first one again.
+    x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
+    with eager():
+        trained(x, x)[1].backward()
+    model.zero_grad(set_to_none=True)
+    return trained
+
+
+def sync_gradients(trained: nn.Module, sharding: str, is_last: bool) -> None:
+    """Says whether the next backward pass is an update's last, which averages the gradients.
+
+    Call it before the forward, where DDP decides it. FSDP reduce-scatters gradients in every
+    micro-step, else each process would keep all of them; only the sum over the nodes waits.
+    """
+    if isinstance(trained, DistributedDataParallel):
+        trained.require_backward_grad_sync = is_last
+    elif isinstance(trained, FSDPModule) and sharding == "zero1":
+        trained.set_requires_gradient_sync(is_last)
+        trained.set_reshard_after_backward(is_last)  # the next update gathers its new weights
+    elif isinstance(trained, FSDPModule):
+        trained.set_requires_all_reduce(is_last)
