@@ -186,7 +186,7 @@ def usual_warmup(preset: str, max_steps: int) -> int:
     return min(PRESETS[preset].warmup_steps, max(0, max_steps) // 10)
 
 
-def resumed(config: TrainConfig, typed: set[str], before: dict[str, Any]) -> TrainConfig:
+def with_typed_warmup(config: TrainConfig, typed: set[str], before: dict[str, Any]) -> TrainConfig:
     """The settings of a run resumed from those `before`: a warm-up that was typed then stays."""
     usual = usual_warmup(before["preset"], before["max_steps"])
     if "warmup_steps" in typed or before["warmup_steps"] == usual:

@@ -25,7 +25,8 @@ class Evaluations:
     """What is measured on the way. A new one is a method, and its line in `due`.
 
     A method returns what metrics.jsonl keeps. log.txt gets the first value, if it is a number. The
-    console and the report show the value of `figures`, {name: figure}, if there is one.
+    console and the report show the value of `figures`, {name: figure}, if there is one; no other
+    evaluation has a figure of that name.
     """
 
     config: TrainConfig

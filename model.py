@@ -258,7 +258,7 @@ class GPT(nn.Module):
         return self.blocks(self.embed(idx, pos), mask)
 
     def embed(self, idx: Tensor, pos: Tensor) -> Tensor:
-        """idx, pos (B, T) -> (B, T, C). It is not compiled: device.compile_blocks says why."""
+        """idx, pos (B, T) -> (B, T, C). It is not compiled: compile.compile_blocks says why."""
         return self.transformer.wte(idx) + self.transformer.wpe(pos)
 
     def blocks(

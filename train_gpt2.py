@@ -20,7 +20,7 @@ from config import (
     check,
     parse_command_line,
     refuse_other_sizes,
-    resumed,
+    with_typed_warmup,
     wrong_sizes,
 )
 from evaluate import Evaluations, build_evaluations, is_due, show
@@ -90,6 +90,9 @@ def train_step(
     model.train()
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
+        with stop.noting_problems():
+            loader.wait()
+        stop.check()
         x, y = loader.next_batch()
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
@@ -100,9 +103,6 @@ def train_step(
         loss = loss / grad_accum_steps
         loss_accum += loss.detach()
         scaler.scale(loss).backward()
-        with stop.noting_problems():
-            loader.wait()
-        stop.check()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(model, grad_clip, world)
@@ -204,7 +204,7 @@ def build_run(
         machine=resume.describe_machine(world),
         peak=peak,
         progress=progress,
-        last_saved=resumed_from.path if resumed_from else None,
+        last_saved=resume.path_in(config, resumed_from),
         first_step=progress.step,
         began=time.perf_counter() - progress.wall,
     )
@@ -362,13 +362,13 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
     float16 = run.scaler.is_enabled()
     limit = config.skip_spikes
     judge = partial(divergence.judge_update, run.progress, limit=limit, float16=float16)
-    micro_batches = run.train_loader.B * config.sequence_length * run.world.size  # in tokens
+    micro_step = run.train_loader.B * config.sequence_length * run.world.size  # tokens
     loss, norm, skipped = train_step(
         model=run.trained,
         optimizers=run.optimizers,
         scaler=run.scaler,
         loader=run.train_loader,
-        grad_accum_steps=config.total_batch_size // micro_batches,
+        grad_accum_steps=config.total_batch_size // micro_step,
         world=run.world,
         stop=run.stop,
         dtype=run.dtype,
@@ -386,7 +386,6 @@ def report_step(
     """Prints and records the update that was just made."""
     config = run.config
     step = run.progress.step
-    now = time.perf_counter()
     rate = config.total_batch_size / seconds
     line = (
         f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
@@ -397,9 +396,9 @@ def report_step(
         more["mfu"] = rate * run.model.flops_per_token(config.sequence_length) / run.peak
         line += f" | mfu {more['mfu']:.1%}"
     if step == run.first_step:
-        run.first_step_ended = now
+        run.first_step_ended = time.perf_counter()
     else:
-        pace = (now - run.first_step_ended) / (step - run.first_step)
+        pace = (time.perf_counter() - run.first_step_ended) / (step - run.first_step)
         line += f" | left {duration(pace * (config.max_steps - step - 1))}"
     if skipped:
         line += f" | no update: {skipped}"
@@ -443,8 +442,7 @@ def save_is_due(run: Run) -> bool:
     step = run.progress.step
     if step == run.first_step:
         return False
-    seconds = time.perf_counter() - run.last_save_time
-    late = 0 < 60 * config.checkpoint_minutes < seconds
+    late = 0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
     late = run.world.any(run.world.is_main and late)  # all processes go by one clock
     best = config.save_best and run.progress.lower is not None
     return late or best or is_due(step, config.checkpoint_every, config)
@@ -542,7 +540,7 @@ def find_start(
     """The checkpoint to go on from, if any, and the settings in force, checked again."""
     resumed_from = resume.find_checkpoint(config, world)
     if resumed_from:
-        config = resumed(config, typed, resumed_from.state["config"])
+        config = with_typed_warmup(config, typed, resumed_from.state["config"])
         if problems := wrong_sizes(config, world.size):
             raise UsageError(*problems)
         changed = resume.compare_settings(config, resumed_from, dataclasses.fields(GPTConfig))
@@ -552,16 +550,17 @@ def find_start(
 
 def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
-    step = run.progress.step
+    progress = run.progress
     memory = peak_memory(run.world.device)
     wall = run.wall()
-    best = run.progress.best
-    run.log.record(step, "end", wall=wall, memory=memory, best=best)
-    run.world.say(f"done: {step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB")
+    run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
+    run.world.say(
+        f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
+    )
     if run.world.is_main:
         try:
             report.write_report(run.config.log_dir)
-            say(report.last_words(run.config, best))
+            say(report.last_words(run.config, run.last_saved, progress.best))
         except Exception as error:
             say(f"no report ({first_line(error)}): the run itself is complete")
 
@@ -597,7 +596,7 @@ def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
     evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
     with sharding.unsharded(model, config.sharding):
         for measure in evaluations.due(0).values():
-            world.say(show(measure(0)["figures"]))
+            world.say(show(measure(0).get("figures", {})))
 
 
 def main(args: list[str]) -> None:
@@ -606,14 +605,17 @@ def main(args: list[str]) -> None:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):
             raise UsageError(*problems)
-        if config.eval_only:
-            evaluate_only(config, typed, world)
-        elif config.find_nan:
-            find_nan(config, args, typed, world)
-        else:
-            patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
-            with alone_in(config.log_dir, world, patience):
-                train(config, args, typed, world)
+        try:
+            if config.eval_only:
+                evaluate_only(config, typed, world)
+            elif config.find_nan:
+                find_nan(config, args, typed, world)
+            else:
+                patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
+                with alone_in(config.log_dir, world, patience):
+                    train(config, args, typed, world)
+        except Interrupted as end:  # before there was anything to save
+            raise UserError(str(end)) from None
 
 
 if __name__ == "__main__":

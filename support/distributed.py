@@ -40,7 +40,7 @@ class World:
         self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         self.is_main = self.rank == 0
         # Sharding stays inside a node, so that only sums cross the network.
-        self.shards = self.local_size if self.local_size > 1 else self.size
+        self.shard_group_size = self.local_size if self.local_size > 1 else self.size
         self.device = self.claim_device(device)
         if self.size > 1:
             self.join()

@@ -25,7 +25,7 @@ GO_ON = "go on with --resume auto"
 
 
 class Log:
-    """Writes to the console, log.txt, metrics.jsonl and a tracker, on rank 0 only.
+    """Writes to log.txt, metrics.jsonl and a tracker, on rank 0 only.
 
     A line of log.txt is `{step} {stream} {value}`, as in build-nanogpt: a record's type and its
     first value. Call `start` or `resume` first, then `record`, then `close`.

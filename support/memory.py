@@ -123,7 +123,7 @@ def fit_batch_size(
     free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
 
     def fits(B: int) -> bool:
-        parts = estimate_memory(model, config, B, dtype.itemsize, device, world.shards)
+        parts = estimate_memory(model, config, B, dtype.itemsize, device, world.shard_group_size)
         needed = sum(parts.values()) - parts["weights"]  # the weights are there already
         return not world.any(needed > free)
 
@@ -152,7 +152,7 @@ def runs_out_of_memory(
 
     Training also needs moments, buckets and HEADROOM, so the trial holds as much memory as these.
     """
-    parts = state_memory(model, config, dtype.itemsize, world.shards)
+    parts = state_memory(model, config, dtype.itemsize, world.shard_group_size)
     total = torch.cuda.get_device_properties(world.device).total_memory
     beside = parts["moments"] + parts["DDP buckets"] + round(HEADROOM * total)
     try:

@@ -1,6 +1,7 @@
 """Optimizers by name, their parameter groups, and the clipping of gradients.
 
 A new optimizer is a function here, its word in OPTIMIZERS, and the same word in TrainConfig.
+memory.state_memory estimates what it holds.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tens
     rows = [vector_norm(grad, dim=-1) for grad in grads]
     norm = vector_norm(torch.stack([vector_norm(row) for row in rows]))
     if isinstance(params[0], DTensor):
-        copies = world.size / world.shards
+        copies = world.size / world.shard_group_size
         norm = (world.sum(norm.square()) / copies).sqrt()
     torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
     return norm

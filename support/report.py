@@ -137,7 +137,7 @@ def as_code(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines()).rstrip()
 
 
-def last_words(config: TrainConfig, best: dict[str, Any] | None) -> str:
+def last_words(config: TrainConfig, last_saved: Path | None, best: dict[str, Any] | None) -> str:
     """Where the curve, the report and the best checkpoint are, and what to run next."""
     python = "python"
     if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
@@ -148,10 +148,9 @@ def last_words(config: TrainConfig, best: dict[str, Any] | None) -> str:
         lines["The curve:"] = f"{log_dir}/loss.png"
     if best:
         lines["The best:"] = f"{log_dir}/{describe_best(best)}"
-    if config.checkpoint_every:
-        model = f"{log_dir}/ckpt_{config.max_steps:06d}"
+    if last_saved:
         prompt = shlex.quote(config.sample_prompt)
-        lines["Sample it:"] = f"{python} sample.py --model {model} --prompt {prompt}"
+        lines["Sample it:"] = f"{python} sample.py --model {last_saved} --prompt {prompt}"
     if config.data_dir == "data/stdlib":
         mine = "--data-dir data/mine"
         train = f"{python} train_gpt2.py --preset quickstart {mine} --log-dir log/mine"

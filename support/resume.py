@@ -101,6 +101,13 @@ def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     return step > config.max_steps
 
 
+def path_in(config: TrainConfig, resumed_from: Checkpoint | None) -> Path | None:
+    """A checkpoint's path; below log_dir, as training writes it there, if it is the run's own."""
+    if resumed_from and is_own(config, resumed_from):
+        return Path(config.log_dir) / resumed_from.path.name
+    return resumed_from.path if resumed_from else None
+
+
 def is_own(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     """Whether a checkpoint is in log_dir, and not from elsewhere."""
     return resumed_from.path.resolve().parent == Path(config.log_dir).resolve()
@@ -211,6 +218,7 @@ def restore(
     if resumed_from is None:
         return Progress()
     state = resumed_from.state
+    # popped, because the run keeps its checkpoint, and these states are as large as the weights
     checkpoint.load_optimizers(model, optimizers, state.pop("optimizer"))
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])

@@ -48,8 +48,8 @@ def shard(model: GPT, world: World, sharding: str) -> None:
     if world.size == 1 or sharding == "ddp":
         model.to(world.device)
         return
-    copies = world.size // world.shards
-    shape = (copies, world.shards) if copies > 1 else (world.shards,)
+    copies = world.size // world.shard_group_size
+    shape = (copies, world.shard_group_size) if copies > 1 else (world.shard_group_size,)
     names = ("copies", "shards")[-len(shape) :]
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for unit in units_of(model):

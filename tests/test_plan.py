@@ -170,7 +170,7 @@ def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset
     free = 80e9 - state_memory(model, config, width=2, processes=8)["weights"]
     monkeypatch.setattr("support.memory.free_memory", lambda device, processes: free)
     monkeypatch.setattr("support.memory.is_sharded", lambda model: True)
-    sizes = dict(size=8, local_size=8, shards=8)
+    sizes = dict(size=8, local_size=8, shard_group_size=8)
     world = SimpleNamespace(device=torch.device("cuda"), **sizes, any=bool)
     B = fit_batch_size(model, config, world, torch.bfloat16)
     planned = facts(flags)

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -283,10 +284,12 @@ def test_a_report_leaves_out_what_a_run_has_not_done(tmp_path, losing):
 
 def test_the_last_words_are_the_commands_to_run_next_and_the_best_checkpoint():
     quickstart = PRESETS["quickstart"]
-    words = report.last_words(quickstart, {"step": 180, "loss": 3.1234})
+    last = Path("log/quickstart/ckpt_000200")
+    words = report.last_words(quickstart, last, {"step": 180, "loss": 3.1234})
     assert "log/quickstart/ckpt_000180, with the lowest validation loss: 3.1234" in words
     assert "sample.py --model log/quickstart/ckpt_000200 --prompt 'def '" in words
     assert "fineweb.py --source my.txt --data-dir data/mine" in words
     assert "plan.py" in words
-    words = report.last_words(dataclasses.replace(quickstart, data_dir="data/mine"), None)
+    words = report.last_words(dataclasses.replace(quickstart, data_dir="data/mine"), None, None)
+    assert "sample.py" not in words, "nothing was saved"
     assert "my.txt" not in words and "plan.py" not in words, "the user has done that"

@@ -298,7 +298,7 @@ def resume_all(folder: Path, more: list[str]) -> None:
     with World("cpu") as world:
         for way in ("ddp", "zero1", "fsdp", "2 × 2"):
             strategy = way if way != "2 × 2" else "fsdp"
-            world.shards = 2 if way == "2 × 2" else 4
+            world.shard_group_size = 2 if way == "2 × 2" else 4
             hashes = []
             middle: list = []
             for name in ("whole", "again"):

@@ -184,6 +184,27 @@ def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, name):
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
 
 
+def test_a_batch_that_is_not_needed_yet_may_be_unreadable(tiny):
+    """The next batch is read ahead. What cannot be read ends the run when its turn comes."""
+    optimizers = tiny.configure_optimizers()
+    sequences = torch.randint(0, 50257, (4, 9))
+    stop = Stop(WORLD)
+    batches = [(sequences[:, :-1], sequences[:, 1:])]
+
+    def wait():
+        if not batches:
+            raise UserError("the shard is gone")
+
+    loader = SimpleNamespace(next_batch=batches.pop, wait=wait)
+    step = dict(model=tiny, optimizers=optimizers, loader=loader, grad_accum_steps=1, world=WORLD)
+    step |= dict(stop=stop, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    step |= dict(dtype=torch.float32, lr=0.1, grad_clip=1.0)
+    loss, _, _ = train_step(**step)
+    assert loss.isfinite() and optimizers[0].state, "the update is made"
+    with pytest.raises(Interrupted, match="the shard is gone"):
+        train_step(**step)
+
+
 @pytest.mark.parametrize("B", [1, 3, 50])
 def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch(shards, tiny, B):
     loader = DataLoaderLite(shards, "val", B, 16)
@@ -991,3 +1012,25 @@ def test_a_shard_that_disappears_ends_the_run_with_its_updates_saved(shards, tmp
     assert re.search(r"_train_00000\d.npy.*is saved; go on with:.*--resume auto", done.stderr)
     [saved] = checkpoint.checkpoints(tmp_path / "log")
     assert checkpoint.step_of(saved) == len(losses(tmp_path / "log"))
+
+
+def test_a_run_knows_its_own_checkpoint_by_any_path(corpus, run_dir, monkeypatch):
+    monkeypatch.chdir(run_dir.parent)
+    monkeypatch.setattr(Stop, "check", Mock(side_effect=Interrupted))
+    before = contents(run_dir / "ckpt_000004")
+    flags = "--max-steps 9 --resume"
+    done = call("train_gpt2.py", *tiny_run(corpus, "log", flags, run_dir / "ckpt_000004"))
+    assert "log/ckpt_000004 is saved" in done.stdout, done
+    assert contents(run_dir / "ckpt_000004") == before
+    assert not list(run_dir.glob("abandoned_ckpt_000004*"))
+
+
+@pytest.mark.parametrize("flag", ["--find-nan", "--eval-only --init-from"])
+def test_without_a_run_an_unreadable_shard_is_a_sentence_too(shards, finished, tmp_path, flag):
+    for shard in shards.glob("*.npy"):
+        np.save(shard, np.full(700, 60_000, np.uint16))
+    model = [finished / "ckpt_000006"] if "init" in flag else []
+    flags = f"--val-every 3 --val-tokens 160 {flag}"
+    done = call("train_gpt2.py", *tiny_run(shards, tmp_path / "log", flags, *model))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done
+    assert "token 60000" in done.stderr
