@@ -380,16 +380,14 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
     return loss.item(), norm.item(), skipped  # waits for the device
 
 
-def report_step(
-    run: Run, loss: float, norm: float, lr: float, seconds: float, skipped: str
-) -> None:
-    """Prints and records the update that was just made."""
+def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skipped: str) -> None:
+    """Prints and records the update that was just made, in dt seconds."""
     config = run.config
     step = run.progress.step
-    rate = config.total_batch_size / seconds
+    rate = config.total_batch_size / dt
     line = (
         f"step {step:5d} | loss {loss:.6f} | lr {lr:.4e} | norm {norm:.4f} "
-        f"| dt {1000 * seconds:.1f}ms | tok/sec {rate:,.0f}"
+        f"| dt {1000 * dt:.1f}ms | tok/sec {rate:,.0f}"
     )
     more: dict[str, Any] = {}
     if run.peak:
@@ -411,7 +409,7 @@ def report_step(
         **more,
         lr=lr,
         norm=norm if math.isfinite(norm) else None,
-        ms=1000 * seconds,
+        ms=1000 * dt,
         tokens_per_sec=rate,
         tokens=run.train_loader.cursor * config.sequence_length,
         wall=run.wall(),

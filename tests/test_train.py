@@ -283,7 +283,7 @@ def test_a_line_of_training_on_a_gpu_has_the_mfu():
     run.train_loader.cursor = 1
     run.model.flops_per_token.return_value = 10**9
     run.world.device = torch.device("cpu")
-    report_step(run, loss=3.0, norm=1.0, lr=1e-3, seconds=0.5, skipped="")
+    report_step(run, loss=3.0, norm=1.0, lr=1e-3, dt=0.5, skipped="")
     assert run.world.say.call_args.args[0].endswith("| tok/sec 2,000 | mfu 50.0%")
     assert run.log.record.call_args.kwargs["mfu"] == 0.5
 
