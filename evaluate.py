@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,17 +38,17 @@ class Evaluations:
     val_loader: DataLoaderLite | None
     examples: hellaswag.Prepared | None
 
-    def due(self, step: int) -> dict[str, Callable[[int], dict[str, Any]]]:
+    def due(self, step: int) -> dict[str, Callable[[], dict[str, Any]]]:
         """The evaluations of a step, by their streams in log.txt."""
         config = self.config
         every = {
             "val": (self.measure_loss, config.val_every),
             "hella": (self.score_hellaswag, config.hellaswag_every if self.examples else 0),
-            "samples": (self.print_samples, config.sample_every if step else 0),
+            "samples": (partial(self.print_samples, step), config.sample_every if step else 0),
         }
         return {n: measure for n, (measure, N) in every.items() if is_due(step, N, config)}
 
-    def measure_loss(self, _step: int) -> dict[str, Any]:
+    def measure_loss(self) -> dict[str, Any]:
         assert self.val_loader
         loss, bits_per_byte = validate(
             model=self.model,
@@ -64,7 +65,7 @@ class Evaluations:
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
         return {**values, "figures": figures}
 
-    def score_hellaswag(self, _step: int) -> dict[str, Any]:
+    def score_hellaswag(self) -> dict[str, Any]:
         assert self.examples
         score = hellaswag.evaluate(
             self.model,

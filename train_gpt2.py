@@ -295,7 +295,7 @@ def evaluate_due(run: Run) -> None:
         return
     with sharding.unsharded(run.model, run.config.sharding):
         for name, measure in due.items():
-            values = measure(progress.step)
+            values = measure()
             if name == "val":
                 note_validation(run, values["val_loss"])
             if "figures" in values:
@@ -594,7 +594,7 @@ def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
     evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
     with sharding.unsharded(model, config.sharding):
         for measure in evaluations.due(0).values():
-            world.say(show(measure(0).get("figures", {})))
+            world.say(show(measure().get("figures", {})))
 
 
 def main(args: list[str]) -> None:
