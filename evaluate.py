@@ -20,6 +20,8 @@ from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
 from support.tokenizer import EOT, token_sizes
 
+Measure = Callable[[], dict[str, Any]]
+
 
 @dataclass
 class Evaluations:
@@ -38,10 +40,10 @@ class Evaluations:
     val_loader: DataLoaderLite | None
     examples: hellaswag.Prepared | None
 
-    def due(self, step: int) -> dict[str, Callable[[], dict[str, Any]]]:
+    def due(self, step: int) -> dict[str, Measure]:
         """The evaluations of a step, by their streams in log.txt."""
         config = self.config
-        every = {
+        every: dict[str, tuple[Measure, int]] = {
             "val": (self.measure_loss, config.val_every),
             "hella": (self.score_hellaswag, config.hellaswag_every if self.examples else 0),
             "samples": (partial(self.print_samples, step), config.sample_every if step else 0),
