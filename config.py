@@ -183,7 +183,7 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> tup
 
 def usual_warmup(preset: str, max_steps: int) -> int:
     """A preset's warm-up steps in a run of this length: at most a tenth, for a first try."""
-    return min(PRESETS[preset].warmup_steps, max(0, max_steps) // 10)
+    return min(PRESETS.get(preset, TrainConfig()).warmup_steps, max(0, max_steps) // 10)
 
 
 def with_typed_warmup(config: TrainConfig, typed: set[str], before: dict[str, Any]) -> TrainConfig:

@@ -308,8 +308,8 @@ def score(
     batches = prepared.batches
     rank = world.rank if world else 0
     size = world.size if world else 1
-    # Every process takes equally many turns, because stop.check asks them all. A divided model also
-    # wants a call from each (World.whole). In the last round some repeat a batch for nothing.
+    # Every process takes equally many turns, because stop.check asks them all. A sharded model also
+    # wants a call from each. In the last round some repeat a batch for nothing.
     turns = range(rank, rank + len(batches), size)
     hidden = rank > 0 or None  # None: the bar is hidden where there is no terminal
     scored = []

@@ -345,7 +345,8 @@ def loop(run: Run) -> None:
         loss, norm, skipped = make_update(run, lr)
         seconds = time.perf_counter() - start
         if reason := divergence.why_stop(progress, loss, norm, skipped):
-            end_diverged(run, reason)
+            last = progress.cursor + config.total_batch_size // config.sequence_length - 1
+            end_diverged(run, f"{reason}, on sequences {progress.cursor} to {last}")
         report_step(run, loss, norm, lr, seconds, skipped)
         progress.step += 1
         progress.cursor = run.train_loader.cursor
@@ -405,7 +406,7 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
     run.log.record(
         step,
         "train",
-        loss=loss,
+        loss=loss if math.isfinite(loss) else None,
         **more,
         lr=lr,
         norm=norm if math.isfinite(norm) else None,
@@ -420,14 +421,12 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
 def end_diverged(run: Run, reason: str) -> NoReturn:
     """Records that the run diverged, and raises a UserError with the two ways on."""
     step = run.progress.step
-    first = run.progress.cursor
-    last = first + run.config.total_batch_size // run.config.sequence_length - 1
     run.log.record(step, "diverged", reason=reason)
     again = run.command_to_resume()
     raise UserError(
-        f"step {step}: {reason}, on sequences {first} to {last}; last checkpoint: "
-        f"{run.last_saved or 'none yet'}. To find the operation: {again} --find-nan. To go on: "
-        f"{again} with a lower --learning-rate or --dtype float32."
+        f"step {step}: {reason}; last checkpoint: {run.last_saved or 'none yet'}. To find the "
+        f"operation: {again} --find-nan. To go on: {again} with a lower --learning-rate or "
+        "--dtype float32."
     )
 
 
@@ -572,6 +571,7 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
     config, resumed_from = find_start(config, typed, world)
     config = dataclasses.replace(config, compile=False, hellaswag_every=0)
     run = build_run(config, args, typed, world, resumed_from)
+    run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config))
     failed = [record["step"] for record in records if record["type"] == "diverged"]
     last = min([config.max_steps - 1, *(step + 1 for step in failed[-1:])])

@@ -267,4 +267,5 @@ def remove(path: Path) -> None:
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)
     with writing(hidden):
-        shutil.rmtree(path.rename(hidden))
+        path.rename(hidden)
+    shutil.rmtree(hidden, ignore_errors=True)  # the next `sweep` tries again

@@ -107,7 +107,7 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
     if updates := of_type(records, "train"):
         last = (of_type(records, "end") or updates)[-1]
         speed = statistics.median(update["tokens_per_sec"] for update in updates)
-        losses = [update["loss"] for update in updates[-RECENT:]]
+        losses = [update["loss"] for update in updates if update["loss"] is not None][-RECENT:]
         memory = max(record["memory"] for record in [*updates, last])
         rows["training"] = f"{len(updates):,} updates, {updates[-1]['tokens']:,} tokens"
         rows["time"] = f"{duration(last['wall'])} (hours:minutes:seconds), with evaluations"

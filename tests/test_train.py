@@ -286,6 +286,9 @@ def test_a_line_of_training_on_a_gpu_has_the_mfu():
     report_step(run, loss=3.0, norm=1.0, lr=1e-3, dt=0.5, skipped="")
     assert run.world.say.call_args.args[0].endswith("| tok/sec 2,000 | mfu 50.0%")
     assert run.log.record.call_args.kwargs["mfu"] == 0.5
+    report_step(run, loss=math.nan, norm=math.inf, lr=1e-3, dt=0.5, skipped="loss nan")
+    kept = run.log.record.call_args.kwargs
+    assert (kept["loss"], kept["norm"]) == (None, None), "JSON has no NaN"
 
 
 def test_any_micro_batch_and_number_of_processes_make_the_same_run(shards, tmp_path):
