@@ -20,12 +20,10 @@ from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
 from support.tokenizer import EOT, token_sizes
 
-Measure = Callable[[], dict[str, Any]]
-
 
 @dataclass
 class Evaluations:
-    """What is measured on the way. A new one is a method, and its line in `due`.
+    """What is measured on the way. A new one is a method, and its lines in `due`.
 
     A method returns what metrics.jsonl keeps. log.txt gets the first value, if it is a number. The
     console and the report show the value of `figures`, {name: figure}, if there is one; no other
@@ -40,21 +38,22 @@ class Evaluations:
     val_loader: DataLoaderLite | None
     examples: hellaswag.Prepared | None
 
-    def due(self, step: int) -> dict[str, Measure]:
+    def due(self, step: int) -> dict[str, Callable[[], dict[str, Any]]]:
         """The evaluations of a step, by their streams in log.txt."""
         config = self.config
-        every: dict[str, tuple[Measure, int]] = {
-            "val": (self.measure_loss, config.val_every),
-            "hella": (self.score_hellaswag, config.hellaswag_every if self.examples else 0),
-            "samples": (partial(self.print_samples, step), config.sample_every if step else 0),
-        }
-        return {n: measure for n, (measure, N) in every.items() if is_due(step, N, config)}
+        due: dict[str, Callable[[], dict[str, Any]]] = {}
+        if self.val_loader and is_due(step, config.val_every, config):
+            due["val"] = partial(self.measure_loss, self.val_loader)
+        if self.examples and is_due(step, config.hellaswag_every, config):
+            due["hella"] = partial(self.score_hellaswag, self.examples)
+        if step and is_due(step, config.sample_every, config):
+            due["samples"] = partial(self.print_samples, step)
+        return due
 
-    def measure_loss(self) -> dict[str, Any]:
-        assert self.val_loader
+    def measure_loss(self, loader: DataLoaderLite) -> dict[str, Any]:
         loss, bits_per_byte = validate(
             model=self.model,
-            loader=self.val_loader,
+            loader=loader,
             val_tokens=self.config.val_tokens,
             world=self.world,
             stop=self.stop,
@@ -67,11 +66,10 @@ class Evaluations:
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
         return {**values, "figures": figures}
 
-    def score_hellaswag(self) -> dict[str, Any]:
-        assert self.examples
+    def score_hellaswag(self, examples: hellaswag.Prepared) -> dict[str, Any]:
         score = hellaswag.evaluate(
             self.model,
-            self.examples,
+            examples,
             self.world.device,
             world=self.world,
             dtype=self.dtype,

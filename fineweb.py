@@ -247,8 +247,7 @@ def read_manifest(folder: Path) -> dict:
 
 def write_manifest(folder: Path, manifest: dict) -> None:
     text = json.dumps(manifest | {"checksum": checksum(manifest)}, indent=1) + "\n"
-    with one_sentence(f"{folder} cannot be written", OSError):
-        write_whole(folder / MANIFEST, text.encode())
+    write_whole(folder / MANIFEST, text.encode())
 
 
 def checksum(manifest: dict) -> str:
@@ -275,7 +274,7 @@ def make_shards(config: Config, folder: Path) -> str:
     options = asdict(config) | {"source": list(config.source)}
     for flag in ("data_dir", "workers", "overwrite", "verify"):  # they do not change the shards
         del options[flag]
-    with one_sentence(f"{folder} cannot be written", OSError):
+    with one_sentence(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
     try:
@@ -366,8 +365,7 @@ def save_shard(
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
-    with one_sentence(f"{folder} cannot be written", OSError):
-        sha256 = write_shard(folder / name, slices)
+    sha256 = write_shard(folder / name, slices)
     file, text, last, stamp = cursor.place
     stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
     manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)

@@ -41,7 +41,7 @@ Example = dict[str, Any]  # the text `ctx`, four texts `endings`, and `label`, t
 def download() -> Path:
     """The official validation split, downloaded to hellaswag/ if it is not there.
 
-    Raises OSError if the network or the disk fails, and UserError for another file.
+    Raises OSError if the network fails, and UserError for a full disk or another file.
     """
     import requests
     from requests.adapters import HTTPAdapter, Retry

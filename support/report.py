@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 # -- at the start
 
 
+@lru_cache(maxsize=1)  # the code that runs is the one that was imported
 def revision() -> str:
     """The commit of this code, marked if it was changed since; empty without git."""
     if not shutil.which("git"):

@@ -98,7 +98,7 @@ def identify(shards: list[Shard]) -> dict[str, list]:
 def write_shard(path: Path, arrays: list) -> str:
     """Writes arrays of uint16 tokens, one behind another, as one `.npy`; returns its SHA-256.
 
-    The file is byte for byte np.save's, without a copy of the tokens in memory. Raises OSError.
+    The file is byte for byte np.save's, without a copy of the tokens in memory.
     """
     header = io.BytesIO()
     array = {"descr": "<u2", "fortran_order": False, "shape": (sum(map(len, arrays)),)}

@@ -93,13 +93,13 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
 
 
 @contextmanager
-def one_sentence(problem: str, kind: type[Exception] = Exception) -> Iterator[None]:
+def one_sentence(problem: str) -> Iterator[None]:
     """Turns errors, whatever a library raises, into a UserError that begins with the problem."""
     try:
         yield
     except UserError:
         raise
-    except kind as error:
+    except Exception as error:
         raise UserError(
             f"{problem} ({type(error).__name__}: {first_line(error)}); fix that to go on"
         ) from error
@@ -133,8 +133,9 @@ def find_python() -> Iterator[File]:
         is_held_out = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT)
         room = HELD_OUT_BYTES if is_held_out else PACKAGE_BYTES
         for name, path in shuffle({n: str(n.locate()) for n in files if n.suffix == ".py"}):
-            if is_written_by_hand(path) and os.path.getsize(path) <= room:
-                room -= os.path.getsize(path)
+            size = os.path.getsize(path) if os.path.exists(path) else 0
+            if size <= room and is_written_by_hand(path):  # which reads it
+                room -= size
                 (held_out if is_held_out else others)[name] = path
     if not held_out:
         raise UserError("no installed package is held out: run it in the environment of make setup")

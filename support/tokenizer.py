@@ -34,6 +34,7 @@ def get_tokenizer() -> Any:
     )
 
 
+@lru_cache(maxsize=1)
 def token_sizes() -> np.ndarray:
     """(50257,): how many bytes of text each token is. <|endoftext|> is none."""
     decode = get_tokenizer().decode_single_token_bytes
