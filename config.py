@@ -173,7 +173,9 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> tup
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
-    config = tyro.cli(config_class, default=config_class(**vars(preset)), args=args)
+    about = f"{config_class.__doc__} Presets: {', '.join(PRESETS)}."
+    default = config_class(**vars(preset))
+    config = tyro.cli(config_class, default=default, args=args, description=about)
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
     typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     if "warmup_steps" not in typed:

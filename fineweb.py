@@ -274,6 +274,7 @@ def make_shards(config: Config, folder: Path) -> str:
     options = asdict(config) | {"source": list(config.source)}
     for flag in ("data_dir", "workers", "overwrite", "verify"):  # they do not change the shards
         del options[flag]
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
     with one_sentence(f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
@@ -282,9 +283,15 @@ def make_shards(config: Config, folder: Path) -> str:
             manifest = open_manifest(folder, options, config.overwrite)
             if not manifest["cursor"]:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
-            files = find_sources(options, manifest["sources"])
-            files.sort(key=lambda file: not file.held_out)
-            write_shards(config, folder, manifest, files)
+            try:
+                files = find_sources(options, manifest["sources"])
+                files.sort(key=lambda file: not file.held_out)
+                write_shards(config, folder, manifest, files)
+            finally:
+                if new and not (folder / MANIFEST).exists():  # folders come with the first shard
+                    (folder / ".lock").unlink()
+                    for path in new:
+                        path.rmdir()
     except Timeout:
         raise UserError(f"another process is writing to {folder}: wait for it") from None
     except BrokenProcessPool:

@@ -1,5 +1,6 @@
 """What every script shares: a mistake in one sentence, flags in range, files written whole."""
 
+import errno
 import hashlib
 import os
 import sys
@@ -31,7 +32,8 @@ def first_line(error: Exception) -> str:
 def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None:
     """Runs main(args) with the command line's arguments and exits. Every script ends with this.
 
-    A UserError becomes a line on stderr for each sentence, other errors keep their traceback.
+    A UserError becomes a line on stderr for each sentence. Other errors keep their traceback, but
+    for a full disk: it is no fault of ours.
     at_once: exits without Python's finalization, which would wait for threads and processes.
     """
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a sample's characters
@@ -51,8 +53,11 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
         code = 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as shells do
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the disk of the output
+            print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         code = 1
     if at_once:
         with suppress(OSError):

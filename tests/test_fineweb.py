@@ -778,7 +778,9 @@ def test_a_text_on_the_web_is_read_or_told_at_once(hub, monkeypatch):
     assert f"{url} cannot be read (HTTPError: 503" in sentence(list, read_batches(files))
 
 
-def test_without_a_network_the_first_connection_fails_soon(tmp_path, monkeypatch, here):
+def test_without_a_network_the_first_connection_fails_soon_and_leaves_no_folder(
+    tmp_path, monkeypatch, here
+):
     folder = tmp_path / "data" / "x"
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -790,7 +792,7 @@ def test_without_a_network_the_first_connection_fails_soon(tmp_path, monkeypatch
     assert "input.txt cannot be read (ConnectionError: " in sentence(
         make, folder, "tinyshakespeare"
     )
-    assert 5 <= text.FIRST_ANSWER <= 15
+    assert not folder.parent.exists() and 5 <= text.FIRST_ANSWER <= 15
 
 
 NOT_THERE = {

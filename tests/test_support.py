@@ -41,7 +41,8 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    "error, traceback", [(FileNotFoundError("x"), True), (UserError("x"), False)]
+    "error, traceback",
+    [(FileNotFoundError("x"), True), (UserError("x"), False), (OSError(errno.ENOSPC, "x"), False)],
 )
 def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsys):
     def main(_args):
@@ -50,7 +51,7 @@ def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsy
     with pytest.raises(SystemExit) as end:
         run_script(main)
     printed = capsys.readouterr().err
-    assert end.value.code == 1 and printed.endswith(": x\n")
+    assert end.value.code == 1 and printed.endswith(" x\n")
     assert ("Traceback" in printed) == traceback
 
 

@@ -81,6 +81,7 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
     flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
     assert re.findall(r"^│ (--[a-z0-9-]+)", shown, re.MULTILINE) == flags
     assert "(default: data/stdlib)" in shown
+    assert set(PRESETS) <= set(re.findall(r"[\w-]+", shown.partition("╭")[0]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -990,9 +991,7 @@ def losses_from(log_dir: Path, step: int) -> list[float]:
     return [r["loss"] for r in read_records(log_dir, "train") if r["step"] >= step]
 
 
-def test_resuming_a_finished_run_changes_no_file(corpus, run_dir, finished):
-    shutil.rmtree(run_dir)
-    shutil.copytree(finished, run_dir)
+def test_resuming_a_finished_run_changes_no_file(corpus, run_dir):
     before = contents(run_dir)
     done = train(corpus, run_dir, "--checkpoint-every 2 --keep-checkpoints 9 --resume auto")
     assert "nothing is left to do" in done.stdout
@@ -1021,8 +1020,8 @@ def test_a_run_knows_its_own_checkpoint_by_any_path(corpus, run_dir, monkeypatch
     monkeypatch.chdir(run_dir.parent)
     monkeypatch.setattr(Stop, "check", Mock(side_effect=Interrupted))
     before = contents(run_dir / "ckpt_000004")
-    flags = "--max-steps 9 --resume"
-    done = call("train_gpt2.py", *tiny_run(corpus, "log", flags, run_dir / "ckpt_000004"))
+    resume = tiny_run(corpus, "log", "--max-steps 9 --resume", run_dir / "ckpt_000004")
+    done = call("train_gpt2.py", *resume)
     assert "log/ckpt_000004 is saved" in done.stdout, done
     assert contents(run_dir / "ckpt_000004") == before
     assert not list(run_dir.glob("abandoned_ckpt_000004*"))
