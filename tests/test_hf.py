@@ -315,8 +315,7 @@ def test_the_head_of_a_model_that_unties_it_is_saved_without_its_padding(tmp_pat
     assert "lm_head.weight is (50304, 16) here, and missing" in ours.fingerprint.difference
     ours.save_pretrained(tmp_path)
     back = GPT.from_pretrained(tmp_path, pad_vocab_to=1)
-    idx = torch.randint(0, 50257, (1, 20))
-    assert torch.equal(back(idx)[0], ours(idx)[0])
+    assert torch.equal(back.lm_head.weight, ours.lm_head.weight[:50257])
     assert not torch.equal(back.lm_head.weight, back.transformer.wte.weight)
 
 
