@@ -5,7 +5,6 @@ python bench.py --against hf --generate    other comparisons, see --help
 """
 
 import json
-import math
 import os
 import random
 import shlex
@@ -23,9 +22,9 @@ from benchmarks.measure import Side, measure
 from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import Amount, Count, CountOrZero, parse_flags, run_script, write_whole, writing
+from support.common import Count, CountOrZero, parse_flags, run_script, write_whole
 from support.compile import why_not_compile
-from support.device import free_memory, peak_flops, pick_device, pick_dtype
+from support.device import peak_flops, pick_device, pick_dtype
 from support.distributed import World
 from support.plots import BLUE, PALE, new_figure, save_picture, tidy
 from support.report import describe_run
@@ -41,7 +40,7 @@ class BenchConfig:
     """
 
     against: Literal["", "hf"] = ""  # hf: compare with transformers' GPT-2, eager and compiled
-    sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … until memory ends
+    sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
     scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (on a CPU they share it)
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
@@ -50,12 +49,10 @@ class BenchConfig:
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
     sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
-    max_batch: Count = 128  # the largest micro-batch of --sweep
+    max_batch: CountOrZero = 0  # the largest micro-batch of --sweep; 0 = 16 on a CPU, 128 on a GPU
     rounds: Count = 3  # turns of each side
-    turn: Amount = 0.5  # seconds that a turn takes at least: short runs are repeated
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
-    megabytes: Count = 50  # of text, for --data
 
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
@@ -73,9 +70,12 @@ class Machine:
         self.device = pick_device(config.device)
         self.on_cpu = self.device.type == "cpu"
         self.on_gpu = self.device.type == "cuda"
-        B = config.batch_size or (4 if self.on_cpu else 16)
-        T = config.sequence_length or (256 if self.on_cpu else 1024)
-        self.config = replace(config, batch_size=B, sequence_length=T)
+        self.config = replace(
+            config,
+            batch_size=config.batch_size or (4 if self.on_cpu else 16),
+            sequence_length=config.sequence_length or (256 if self.on_cpu else 1024),
+            max_batch=config.max_batch or (16 if self.on_cpu else 128),
+        )
         self.size = MODELS[config.model]
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
         self.compile = config.compile and not why_not_compile(self.device)
@@ -83,7 +83,7 @@ class Machine:
         self.peak, self.peak_source = peak_flops(self.device, self.dtype)
 
     def measure(self, compared: Iterable[Side], chain: bool = False) -> Iterator[dict]:
-        return measure(compared, self.device.type, self.config.rounds, self.config.turn, chain)
+        return measure(compared, self.device.type, self.config.rounds, chain)
 
     def step(self, name: str, processes: int = 1, **changes: Any) -> Side:
         """The step as training takes it here, with changes of the options of `training`."""
@@ -156,19 +156,9 @@ def compare_transformers(m: Machine) -> Iterator[dict]:
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
-    """Micro-batches of 1, 2, 4, … as far as memory goes.
-
-    On a GPU the largest comes first: those matter if time ends before the sweep. On a CPU the sweep
-    ends before memory does: there the system kills processes instead of raising an error.
-    """
-    free = free_memory(m.device) or 4e9  # a system that does not say has 4 GB
-    free_gb = free / 1e9 if m.on_cpu else math.inf
-    sizes = [2**i for i in range(m.config.max_batch.bit_length())]
-    for B in reversed(sizes) if m.on_gpu else sizes:
-        [row] = m.measure([m.step(f"B {B}", B=B)])
-        yield row
-        if not m.on_gpu and 2 * row.get("memory_gb", math.inf) >= free_gb:
-            return
+    """Micro-batches of …, 4, 2, 1: large ones matter, if time ends before the sweep."""
+    for i in reversed(range(m.config.max_batch.bit_length())):
+        yield from m.measure([m.step(f"B {2**i}", B=2**i)])
 
 
 def scale_processes(m: Machine) -> Iterator[dict]:
@@ -208,7 +198,7 @@ def compare_tokenizing(m: Machine) -> Iterator[dict]:
     """Text to tokens by build-nanogpt's pool, and to shards by fineweb.py."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/text.jsonl"
-        amount = peers.write_documents(path, m.config.megabytes)
+        amount = peers.write_documents(path, megabytes=50)
         text: dict = dict(options=dict(path=path), amount=amount, unit="MB/s")
         theirs = Side("build-nanogpt's pool, nothing written", peers.classic_pool, **text)
         ours = Side("fineweb.py, with its start", peers.fineweb_script, **text)
@@ -262,26 +252,14 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "tokens": ("tokens", ",.0f"),
     "error": ("failed", ""),
 }
-LEGEND = """MFU: part of the peak that is named above
+HEAD = """
+{config[model]} on {device[name]}, {device[threads]} threads, revision {git}
+training uses {dtype} here ({why})
+peak: {tflops:,.2f} TFLOP/s, {peak[1]}
+MFU: part of the peak that is named above
 × base: times as fast as the base: the median of turns side by side, and their range
 start: seconds from a new process to the end of its first run, compiled
 first loss: models of one kind and micro-batch begin with the same weights and tokens"""
-
-
-def print_report(result: dict, out: str) -> None:
-    """Prints a table for each comparison."""
-    peak, source = result["peak"]
-    device = result["device"]
-    print(f"\n{model_on_device(result)}, {device['threads']} threads, revision {result['git']}")
-    print(f"training uses {result['dtype']} here ({result['why']})")
-    print(f"peak: {peak / 1e12:,.2f} TFLOP/s, {source}\n{LEGEND}")
-    for name, benchmark in result["benchmarks"].items():
-        print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
-    print(f"\nplot: {out}.png")
-
-
-def model_on_device(result: dict) -> str:
-    return f"{result['config']['model']} on {result['device']['name']}"
 
 
 def title_of(benchmark: str, result: dict) -> str:
@@ -293,22 +271,21 @@ def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, the range of that, and what it shows."""
     if "speedup" not in row:
         return ""
-    ratio = f"{row['speedup']:.2f} ×"
     low = row["speedup_low"]
     high = row["speedup_high"]
     if low == high:
-        return f"{ratio} (no range)"
+        return f"{row['speedup']:.2f} × (no range)"
     shown = "no difference shown"
     if low > 1 or high < 1:
         shown = "faster" if low > 1 else "slower"
-    return f"{ratio} ({low:.2f} to {high:.2f}): {shown}"
+    return f"{row['speedup']:.2f} × ({low:.2f} to {high:.2f}): {shown}"
 
 
 def format_table(rows: list[dict]) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
     columns = []
     for key, (heading, spec) in COLUMNS.items():
-        heading = rows[0].get("unit", "") if key == "median" else heading
+        heading = rows[0]["unit"] if key == "median" else heading
         values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
         cells = ["" if value is None else format(value, spec) for value in values]
         if any(cells):
@@ -320,16 +297,13 @@ def format_table(rows: list[dict]) -> str:
 
 
 def plot_benchmarks(result: dict) -> Any:
-    """A picture of a result: a panel for each comparison, a bar for each row."""
-    panels = {}
-    for name, benchmark in result["benchmarks"].items():
-        if rows := [row for row in benchmark["rows"] if "median" in row]:
-            panels[title_of(name, result)] = rows
-    height = 1.7 + 0.45 * max(map(len, panels.values()), default=0)  # inches
-    figure, axes = new_figure(max(1, len(panels)), 1, height)
-    for axis, (title, rows) in zip(axes, panels.items(), strict=False):
-        draw_bars(axis, title, rows)
-    figure.suptitle(model_on_device(result), fontsize=10)
+    """A picture of a result: a panel for each comparison, a bar for each row without an error."""
+    panels = {title_of(name, result): each["rows"] for name, each in result["benchmarks"].items()}
+    height = 1.7 + 0.45 * max(map(len, panels.values()))  # inches
+    figure, axes = new_figure(len(panels), 1, height)
+    for axis, title in zip(axes, panels, strict=True):
+        draw_bars(axis, title, panels[title])
+    figure.suptitle(f"{result['config']['model']} on {result['device']['name']}", fontsize=10)
     if any("beside" in row for rows in panels.values() for row in rows):
         figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
     return figure
@@ -337,6 +311,8 @@ def plot_benchmarks(result: dict) -> Any:
 
 def draw_bars(axis: Any, title: str, rows: list[dict]) -> None:
     """For each row a bar as long as it is fast; above it, that of its base in the same turns."""
+    axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' per second')} (longer is faster)")
+    rows = [row for row in rows if "error" not in row]
     places = np.arange(len(rows))
     labels = [f"{row['median']:,.1f}   {describe_ratio(row)}" for row in rows]
     axis.barh(places - 0.17, [row.get("beside", 0) for row in rows], height=0.34, color=PALE)
@@ -346,7 +322,6 @@ def draw_bars(axis: Any, title: str, rows: list[dict]) -> None:
     axis.invert_yaxis()
     axis.margins(x=0.75)  # room for the labels
     axis.set_title(title, fontsize=10)
-    axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' per second')} (longer is faster)")
     tidy(axis)
 
 
@@ -355,9 +330,11 @@ def draw_bars(axis: Any, title: str, rows: list[dict]) -> None:
 
 def main(args: list[str]) -> None:
     config = parse_flags(BenchConfig, args)
-    with writing(Path(config.out)):
-        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-    print_report(run_benchmarks(config, args), config.out)
+    result = run_benchmarks(config, args)
+    print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
+    for name, benchmark in result["benchmarks"].items():
+        print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
+    print(f"\nplot: {config.out}.png")
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def read_arms(config: CompareConfig) -> list[Arm]:
         arm = read_arm(name, flags, base.flags)
         if any(arm.recipe[key] != base.recipe[key] for key in ("val_tokens", "data")):
             raise UserError(f"--arm {text!r}: needs the same data and val_tokens as the base")
-        arm.diff = compare_code(base.copy, arm.copy)
+        arm.diff = compare_code(read_code(base.copy), read_code(arm.copy))
         arms.append(arm)
     if len(arms) == 1:
         raise UserError('nothing to compare with the base: add --arm "name: flags"')
@@ -123,22 +123,22 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     return Arm(name, copy, flags, recipe | dict(data=identify(shards), code=hash_code(copy)))
 
 
-def read_code(copy: Path) -> dict[str, bytes]:
+def read_code(copy: Path) -> dict[str, str]:
     """A copy's Python files. A change to one of them makes the copy's runs new ones."""
     files = sorted([*copy.glob("*.py"), *copy.glob("support/*.py")])
-    return {str(file.relative_to(copy)): file.read_bytes() for file in files}
+    return {str(file.relative_to(copy)): file.read_text("utf-8") for file in files}
 
 
 def hash_code(copy: Path) -> str:
-    return hashlib.sha256(b"".join(read_code(copy).values())).hexdigest()
+    return hashlib.sha256("".join(read_code(copy).values()).encode()).hexdigest()
 
 
-def compare_code(base: Path, copy: Path) -> str:
+def compare_code(base: dict[str, str], code: dict[str, str]) -> str:
     """The changes from the base's Python files to a copy's, as a patch."""
-    both = (read_code(base), read_code(copy))
     patch: list[str] = []
-    for name in sorted(both[0] | both[1]):
-        before, after = (code.get(name, b"").decode().splitlines(True) for code in both)
+    for name in sorted(base | code):
+        before = base.get(name, "").splitlines(True)
+        after = code.get(name, "").splitlines(True)
         patch += difflib.unified_diff(before, after, f"a/{name}", f"b/{name}")
     return "".join(patch)
 
@@ -166,7 +166,7 @@ class Trainer:
     out: Path
     total: int  # number of runs; a sweep may add some
     done: int = 0
-    seconds: float = 0.0  # that the last run took
+    seconds: float = 0.0  # that the longest run took: one that diverged is short
     dtypes: dict[str, str] = field(default_factory=dict)  # what auto is: the first run measures it
 
     def run(self, arm: Arm, changes: dict) -> dict:
@@ -176,12 +176,12 @@ class Trainer:
         outcome = read_outcome(directory)
         if outcome is None:
             minutes = math.ceil(self.seconds * (self.total - self.done) / 60)
-            progress = f"run {self.done + 1} of {self.total}"
-            progress += f", about {minutes} min left" if minutes else ""
-            say(f"{progress}: training {directory}, see output.txt there")
+            left = f", about {minutes} min left" if minutes else ""
+            run = f"run {self.done + 1} of {self.total}{left}"
+            say(f"{run}: training {directory}, see output.txt there")
             outcome = train(arm, changes | {"dtype": self.dtypes.get(dtype, dtype)}, directory)
         self.done += 1
-        self.seconds = outcome.get("seconds", [self.seconds])[-1]
+        self.seconds = max([self.seconds, *outcome["seconds"]])
         self.dtypes[dtype] = outcome["dtype"]
         say(f"{directory}: {show_loss(outcome['val_loss'])}")
         return outcome
@@ -212,9 +212,8 @@ def run_process(command: list[str], directory: Path) -> None:
     """Runs a training to its end. If this process is interrupted, the training saves and stops."""
     with writing(directory):
         directory.mkdir(parents=True, exist_ok=True)
-        output = open(directory / "output.txt", "ab")  # noqa: SIM115
-    with output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        with open(directory / "output.txt", "ab") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         process.wait()
     finally:
@@ -230,19 +229,20 @@ def read_outcome(directory: Path) -> dict | None:
     if not (directory / "log.txt").exists():
         return None
     run = read_run(directory)
-    first = run.records[0]
-    outcome = dict(directory=directory, git=first["git"], dtype=first["dtype"], val_loss=None)
     end = run.records[-1]["type"]
-    if end == "end":
-        steps, losses = run.series("val_loss", "val")
-        updates, wall = run.series("wall")
-        outcome |= dict(
-            val_loss=losses[-1],
-            losses=losses,
-            tokens=[step * run.config["total_batch_size"] for step in steps],
-            seconds=np.interp(steps, [0, *np.add(updates, 1)], [0, *wall]).tolist(),
-        )
-    return outcome if end in ("end", "diverged") else None
+    if end not in ("end", "diverged"):
+        return None
+    steps, losses = run.series("val_loss", "val")
+    updates, wall = run.series("wall")
+    return dict(
+        directory=directory,
+        git=run.records[0]["git"],
+        dtype=run.records[0]["dtype"],
+        val_loss=losses[-1] if end == "end" else None,
+        losses=losses,
+        tokens=[step * run.config["total_batch_size"] for step in steps],
+        seconds=np.interp(steps, [0, *np.add(updates, 1)], [0, *wall]).tolist(),
+    )
 
 
 def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> None:
@@ -390,18 +390,13 @@ def describe_arm(arm: dict) -> list[str]:
 
 
 def describe_sweep(arm: dict) -> str:
-    """The losses with the values that were tried, and reasons to doubt the best."""
+    """The losses with the values that were tried, and whether the best is at an end."""
     [best] = arm["tuned"].values()
-    tried = dict(arm["tried"])
-    shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried.items())
+    tried = arm["tried"]
+    shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried)
     text = f"{best:g} is the best of {shown}"
-    if best in (min(tried), max(tried)):
+    if best in (tried[0][0], tried[-1][0]):
         text += "; it is at an end, a value beyond it may be better"
-    spread = np.std([run["val_loss"] or math.nan for run in arm["runs"]], ddof=1)
-    near = (tried.pop(best) or math.inf) + 2 * spread
-    close = [f"{value:g}" for value, loss in tried.items() if loss and loss < near]
-    if close:
-        text += f"; {' and '.join(close)} may be as good: nearer than twice what a seed varies"
     return text
 
 

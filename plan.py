@@ -117,19 +117,20 @@ def plan_memory(config: PlanConfig, model: "GPT", gigabytes: int) -> dict[str, t
     estimate = partial(estimate_memory, model, config, width=width, device="cuda", processes=shards)
     room = room_on_gpu(1e9 * gigabytes, estimate(1)["weights"], config.sharding)
 
-    def fits(B: int) -> bool:
-        return sum(estimate(B).values()) <= room
-
     sequences = config.total_batch_size // config.sequence_length // config.gpus
-    B = config.batch_size or largest_batch(sequences, fits)
+    B = config.batch_size or largest_batch(sequences, lambda B: sum(estimate(B).values()) <= room)
     sizes = estimate(B)
-    total = f"{sum(sizes.values()) / 1e9:.0f} GB"
+    needed = sum(sizes.values())
+    total = f"{needed / 1e9:.0f} GB"
     note = f"of {gigabytes} GB, for an eager step; a compiled one needs less"
-    if not fits(B):
+    if needed > room:
         total += ": too much"
         note = f"of {gigabytes} GB: --batch-size 0, --activation-checkpointing, --sharding fsdp"
-    facts = {"B × accumulation": (f"{B} × {sequences // B}", ""), "memory per GPU": (total, note)}
-    return facts | {f"  {part}": (f"{size / 1e9:.1f} GB", "") for part, size in sizes.items()}
+    return {
+        "B × accumulation": (f"{B} × {sequences // B}", ""),
+        "memory per GPU": (total, note),
+        **{f"  {part}": (f"{size / 1e9:.1f} GB", "") for part, size in sizes.items()},
+    }
 
 
 def plan_cost(config: PlanConfig, seconds: float) -> dict[str, tuple[str, str]]:
@@ -160,8 +161,8 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     if config.activation_checkpointing:
         mfu *= 3 / 4
         why += "; three quarters of it, because the forward pass runs twice"
-    why = f"MFU {mfu:.1%} of {peak:,.0f} TFLOP/s (NVIDIA {source}): {why}"
-    return mfu * 1e12 * peak * config.gpus / flops, why
+    rate = mfu * 1e12 * peak * config.gpus / flops
+    return rate, f"MFU {mfu:.1%} of {peak:,.0f} TFLOP/s (NVIDIA {source}): {why}"
 
 
 def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:

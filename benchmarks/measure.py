@@ -4,6 +4,7 @@ Each side runs in processes of its own, so its memory is its own. It takes turns
 that it is compared with, so a slow minute of the machine slows both.
 """
 
+import atexit
 import math
 import multiprocessing
 import os
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,8 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from support.common import first_line
 from support.device import peak_memory, synchronize
 from support.distributed import World
+
+TURN = 0.5  # seconds that a turn takes at least
 
 
 @dataclass
@@ -59,6 +61,7 @@ def start(side: Side, device: str, rank: int, port: int) -> dict:
     )
     torch.manual_seed(0)
     here["world"] = World(device)
+    atexit.register(here["world"].close)
     here["run"] = side.make(here["world"], **side.options)
     returned = here["run"]() or {}  # compiles, and allocates the optimizer's state
     return {name: float(value) for name, value in returned.items()}
@@ -76,13 +79,8 @@ def take_turn(runs: int) -> dict:
         run()
     synchronize(device)
     seconds = (time.perf_counter() - began) / runs
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # the other side may need it
+    torch.cuda.empty_cache()  # the other side may need it
     return dict(seconds=seconds, memory=peak_memory(device))
-
-
-def leave() -> None:
-    here["world"].close()
 
 
 # -- in the process that compares
@@ -104,24 +102,20 @@ class Worker:
         numbers, *_ = [answer.result() for answer in answers]  # each may raise
         return numbers
 
-    def turn(self, least: float) -> dict:
-        """Takes a turn. The next one lasts at least `least` seconds: short runs are repeated."""
+    def turn(self) -> dict:
+        """Takes a turn. The next one lasts at least TURN seconds: short runs are repeated."""
         answers = [pool.submit(take_turn, self.runs) for pool in self.pools]
         turn, *_ = [answer.result() for answer in answers]
-        self.runs = max(1, math.ceil(min(1000, least / turn["seconds"])))
+        self.runs = max(1, math.ceil(min(1000, TURN / turn["seconds"])))
         return turn
 
     def close(self) -> None:
         for pool in self.pools:
-            with suppress(RuntimeError):  # the process may have been killed
-                pool.submit(leave)
             pool.shutdown(wait=False)
 
 
-def measure(
-    sides: Iterable[Side], device: str, rounds: int, least: float, chain: bool = False
-) -> Iterator[dict]:
-    """Yields a row for each side: medians of `rounds` turns of at least `least` seconds.
+def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False) -> Iterator[dict]:
+    """Yields a row for each side: medians of `rounds` turns.
 
     A side takes turns with its base: the first side, or with `chain` the one before it. The row of
     a side that fails has an error, and no other side takes turns with it. Processes end as soon
@@ -131,15 +125,16 @@ def measure(
     for side in sides:
         began = time.perf_counter()
         worker = Worker(side)
+        row: dict = dict(name=side.name, unit=side.unit)
         try:
-            row = worker.first_run(device)
+            row |= worker.first_run(device)
             row["start_s"] = time.perf_counter() - began
             print(f"{side.name}: first run after {row['start_s']:.1f} s", file=sys.stderr)
-            row |= take_turns(worker, base, rounds, least)
+            row |= take_turns(worker, base, rounds)
             if base is None or chain:
                 base, worker = worker, base
         except (RuntimeError, MemoryError) as error:  # out of memory, or killed for it
-            row = dict(name=side.name, error=f"{type(error).__name__}: {first_line(error)}")
+            row["error"] = f"{type(error).__name__}: {first_line(error)}"
         if worker:
             worker.close()
         yield row
@@ -147,21 +142,20 @@ def measure(
         base.close()
 
 
-def take_turns(worker: Worker, base: Worker | None, rounds: int, least: float) -> dict:
+def take_turns(worker: Worker, base: Worker | None, rounds: int) -> dict:
     """The row of a side after turns beside its base, if it has one."""
-    worker.turn(least)  # how long is a run?
+    worker.turn()  # how long is a run?
     rates = []
     base_rates = []
     side = worker.side
     for _ in range(rounds):
         if base:
-            base_rates.append(base.side.amount / base.turn(least)["seconds"])
-        turn = worker.turn(least)
+            base_rates.append(base.side.amount / base.turn()["seconds"])
+        turn = worker.turn()
         rates.append(side.amount / turn["seconds"])
     median = statistics.median(rates)
-    row: dict = dict(name=side.name, unit=side.unit, options=side.options)
-    row |= dict(median=median, low=min(rates), high=max(rates), ms=1000 * side.amount / median)
-    row["memory_gb"] = turn["memory"] / 1e9
+    row = dict(options=side.options, median=median, low=min(rates), high=max(rates))
+    row |= dict(ms=1000 * side.amount / median, memory_gb=turn["memory"] / 1e9)
     if side.peak:
         row["MFU"] = median / side.peak
     if base:

@@ -111,8 +111,9 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
     """transformers' GPT-2, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    size = size | dict(n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return GPT2LMHeadModel(GPT2Config(**size))
+    return GPT2LMHeadModel(
+        GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
 
 
 # -- generation
@@ -181,17 +182,15 @@ def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.d
 # -- text to shards
 
 
-def write_documents(path: str, megabytes: int) -> float:
+def write_documents(path: str, megabytes: float) -> float:
     """Writes Python's own sources as JSON lines, again and again -> megabytes of text."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    files = itertools.cycle(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")))
     written = 0.0
     with open(path, "w") as lines:
-        for file in itertools.cycle(files):
-            text = file.read_text(encoding="utf-8", errors="replace")
+        while written < megabytes:
+            text = next(files).read_text(encoding="utf-8", errors="replace")
             lines.write(json.dumps({"text": text}) + "\n")
             written += len(text.encode()) / 1e6
-            if written >= megabytes:
-                break
     return written
 
 
@@ -209,8 +208,7 @@ def classic_tokenize(document: str) -> np.ndarray:
 
 def fineweb_script(world: World, *, path: str) -> Callable:
     """fineweb.py as a user runs it."""
-    script = str(Path(__file__).parent.parent / "fineweb.py")
-    command = [sys.executable, script, "--source", path]
+    command = [sys.executable, f"{Path(__file__).parent.parent}/fineweb.py", "--source", path]
 
     def run() -> dict:
         with tempfile.TemporaryDirectory() as folder:

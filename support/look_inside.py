@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,16 +23,16 @@ def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
             x = block(x)
     qkv = torch.cat(layers).float().unflatten(-1, (3, model.config.n_head, -1))
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)  # each (n_layer, nh, T, hs)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5
     future = torch.ones_like(scores, dtype=torch.bool).triu(1)
-    return scores.masked_fill(future, -math.inf).softmax(-1).cpu().numpy()
+    return scores.masked_fill(future, -torch.inf).softmax(-1).cpu().numpy()
 
 
 def find_previous_token_head(patterns: np.ndarray) -> tuple[int, int, float]:
     """Layer and head that look most at the token before, and their average weight on it."""
     before = patterns.diagonal(-1, axis1=2, axis2=3).mean(-1)  # (n_layer, nh)
-    layer, head = np.unravel_index(before.argmax(), before.shape)
-    return int(layer), int(head), float(before.max())
+    layer, head = divmod(int(before.argmax()), before.shape[1])
+    return layer, head, float(before.max())
 
 
 def plot_positions(model: GPT) -> Any:

@@ -3,7 +3,6 @@
 import gc
 import io
 import json
-import math
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -86,7 +85,7 @@ def label_lines(axis: Any, labels: list[Label]) -> None:
     """Names values at the right edge. Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
-    y = -math.inf
+    y = -np.inf
     for value, text, color in sorted(labels):
         y = max(value, y + 0.07 * (top - bottom))
         style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
@@ -98,6 +97,7 @@ def label_lines(axis: Any, labels: list[Label]) -> None:
 
 def plot_run(log_dir: str | Path) -> None:
     """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
+    gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
     run = read_run(log_dir)
     draws = [draw_loss]
     if scored([run]) and len(run.streams["hella"][0]) > 1:
@@ -108,8 +108,6 @@ def plot_run(log_dir: str | Path) -> None:
     title = "GPT-2, {n_layer} layers, {n_embd} wide, on {text}, {total_batch_size:,} tokens a step"
     figure.suptitle(title.format(text=text_of(run), **run.config), fontsize=11)
     save_picture(figure, Path(log_dir) / "loss.png", dpi=150)
-    del figure, axes, axis
-    gc.collect()  # a figure refers to itself: its 14 MB would stay until Python happens to look
 
 
 def save_picture(figure: Any, path: Path, **options: Any) -> None:
@@ -156,8 +154,8 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             tops.append(mean[in_view(run, steps)].max())
             if alone:
                 last = losses[-RECENT:]
-                text = f"training {np.mean(last):.2f} (last {len(last)})"
-                labels.append((np.mean(last), text, color))
+                text = f"training {last.mean():.2f} (last {len(last)})"
+                labels.append((last.mean(), text, color))
         if "val" in run.streams:
             steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
@@ -165,8 +163,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            style = dict(color=ink, markersize=5.5, markeredgecolor="white")
-            axis.plot(steps[seen] * unit, losses[seen], "o-", **style)
+            axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, ms=5.5, mec="white")
             if alone and not seen[0]:
                 point_above(axis, steps[0], losses[0])
     if tops:
@@ -259,8 +256,8 @@ def plot_comparison(result: dict[str, Any]) -> Any:
         if "mean" in against:
             for difference in against["differences"]:
                 differences.plot(difference, name, "o", color="#666666")
-            style = dict(xerr=against["half"], fmt="D", color=color, capsize=5)
-            differences.errorbar(against["mean"], name, **style)
+            half = against["half"]
+            differences.errorbar(against["mean"], name, xerr=half, fmt="D", color=color, capsize=5)
     losses.set(ylabel="validation loss", title="a line for each seed")
     label_x(losses, "tokens (millions)")
     differences.axvline(0, color=BLACK, linewidth=1)

@@ -28,7 +28,7 @@ def machine(monkeypatch):
     """A function that makes a Machine of 2 TFLOP/s, where training uses bfloat16 and compiles."""
 
     def make(**flags) -> Machine:
-        flags = dict(model="tiny", batch_size=2, sequence_length=32, rounds=1, turn=0.0) | flags
+        flags = dict(model="tiny", batch_size=2, sequence_length=32, rounds=1) | flags
         m = Machine(BenchConfig(device="cpu", **flags))
         m.compile = flags.get("compile", True)
         return m
@@ -56,7 +56,7 @@ class HereWorker:
         returned = run_here(self.side.make, **self.side.options) or {}
         return {name: float(value) for name, value in returned.items()}
 
-    def turn(self, least):
+    def turn(self):
         return dict(seconds=1.0, memory=1)
 
     def close(self):
@@ -77,7 +77,7 @@ def alive(monkeypatch) -> list[str]:
                 raise self.side.options["error"]
             return dict(loss=9.0)
 
-        def turn(self, least):
+        def turn(self):
             seconds = SECONDS[self.side.name] * 1.01 ** next(turn_number)
             return dict(seconds=seconds, memory=10**9)
 
@@ -90,7 +90,7 @@ def alive(monkeypatch) -> list[str]:
 
 def fake_rows(*names: str, error=None, rounds=3, chain=True) -> list[dict]:
     compared = [Side(name, print, dict(error=error), amount=32, peak=160.0) for name in names]
-    return list(measure.measure(compared, "cpu", rounds, 0.0, chain))
+    return list(measure.measure(compared, "cpu", rounds, chain))
 
 
 # -- what is measured
@@ -156,20 +156,13 @@ def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_before(machine, m
     assert "+ TF32 matmuls" not in [rung.name for rung in seen]  # this is a CPU
 
 
-def test_a_sweep_ends_at_once_where_no_memory_is_free(machine, monkeypatch):
-    m = machine()
-    monkeypatch.setattr(m, "measure", lambda compared: [dict(median=1.0, memory_gb=1.0)])
-    for free, max_batch, sizes in [(1, 8, 1), (None, 4, 3), (10**10, 8, 4)]:
-        monkeypatch.setattr(bench, "free_memory", lambda _, free=free: free)
-        m.config.max_batch = max_batch
-        assert len(list(bench.sweep_batch_sizes(m))) == sizes
-
-
-def test_on_a_gpu_a_sweep_begins_with_the_largest_and_goes_on_after_one_that_does_not_fit(machine):
-    m = machine(max_batch=10)
-    m.on_cpu, m.on_gpu = False, True
-    m.measure = lambda compared: [dict(name=compared[0].name, error="out of memory")]
-    assert [row["name"] for row in bench.sweep_batch_sizes(m)] == ["B 8", "B 4", "B 2", "B 1"]
+def test_a_sweep_begins_with_the_largest_and_goes_on_after_one_that_does_not_fit(machine):
+    for asked, largest in ((10, 8), (0, 16)):
+        m = machine(max_batch=asked)
+        m.measure = lambda compared: [dict(name=compared[0].name, error="out of memory")]
+        rows = list(bench.sweep_batch_sizes(m))
+        assert rows[0]["name"] == f"B {largest}" and rows[-1]["name"] == "B 1"
+        assert len(rows) == largest.bit_length()
 
 
 def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
@@ -193,13 +186,20 @@ def test_a_side_that_fails_says_why_and_the_next_has_the_base_before_it(alive, n
     assert rows[names.index("too large")]["error"].startswith(type(error).__name__)
     assert rows[2]["speedup"] == pytest.approx(2 / 1.01) and not alive
     assert type(error).__name__ in bench.format_table(rows)
+    result = dict(benchmarks={"ladder": {"rows": rows}}, device={"name": "a CPU"})
+    result["config"] = dict(model="tiny", batch_size=1, sequence_length=1)
+    for shown in (rows, [row for row in rows if "error" in row]):
+        result["benchmarks"]["ladder"]["rows"] = shown
+        [axis] = bench.plot_benchmarks(result).axes
+        drawn = [label.get_text() for label in axis.get_yticklabels()]
+        assert drawn == [row["name"] for row in shown if "median" in row]
 
 
 # -- what is reported
 
 
 def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_path):
-    flags = "--model tiny --sequence-length 16 --rounds 1 --turn 0 --no-compile --device cpu"
+    flags = "--model tiny --sequence-length 16 --rounds 1 --no-compile --device cpu"
     sweep = [*flags.split(), "--sweep", "batch", "--max-batch", 1]
     printed = run_script("bench.py", *sweep, "--out", tmp_path / "here").stdout
     assert "tokens/s" in printed and "measured here" in printed and "MFU" in printed
@@ -243,7 +243,7 @@ def test_nothing_is_faster_whose_range_holds_1_or_that_has_no_range(low, high, s
 
 def test_mistakes_are_reported_together_each_in_one_line():
     with pytest.raises(UsageError) as error:
-        bench.main(["--rounds", "0", "--turn", "nan"])
+        bench.main(["--rounds", "0", "--examples", "0"])
     first, second = error.value.args
     assert first.startswith("--rounds 0: it must be at least 1 and ")
-    assert second.startswith("--turn nan: ")
+    assert second.startswith("--examples 0: ")

@@ -266,7 +266,6 @@ def test_the_readmes_table_is_what_the_program_prints(capsys):
         ("--gpus 7", "processes 7"),
         ("--mfu 40", "--mfu 40.0: it must be above 0 and at most 1"),
         ("--price nan", "--price nan"),
-        ("--eval-only --init-from gpt2", "--eval-only trains nothing"),
         ("--init-from gpt2 --sequence-length 2048", "know 1024 positions, 2048 were asked for"),
         ("--n-head 7", "n_embd 768 is no multiple of n_head 7"),
         ("--init-from nowhere", "nowhere"),
