@@ -146,6 +146,7 @@ class Run:
     began: float  # by the clock, as if nothing had interrupted the run
     first_step_ended: float = 0.0  # by the clock; the first update compiles
     last_save_time: float = field(default_factory=time.perf_counter)
+    last_picture_time: float = -math.inf
 
     def wall(self) -> float:
         return time.perf_counter() - self.began
@@ -286,13 +287,13 @@ def build_model(
     return model
 
 
-def evaluate_due(run: Run) -> None:
-    """Makes the evaluations that are due, and records them. It does not affect training."""
+def evaluate_due(run: Run) -> bool:
+    """Makes and records the evaluations that are due, if any. It does not affect training."""
     progress = run.progress
     progress.lower = None
     due = run.evaluations.due(progress.step)
     if not due:
-        return
+        return False
     with sharding.unsharded(run.model, run.config.sharding):
         for name, measure in due.items():
             values = measure()
@@ -301,8 +302,11 @@ def evaluate_due(run: Run) -> None:
             if "figures" in values:
                 run.world.say(f"step {progress.step:5d} | {show(values['figures'])}")
             run.log.record(progress.step, name, **values)
-    if "val" in due:
-        draw_loss(run)
+    # not at each validation, because all ranks wait for a picture
+    if "val" in due and run.world.is_main and time.perf_counter() > run.last_picture_time + 120:
+        plots.redraw(run.config.log_dir)
+        run.last_picture_time = time.perf_counter()
+    return True
 
 
 def note_validation(run: Run, val_loss: float) -> None:
@@ -317,14 +321,6 @@ def note_validation(run: Run, val_loss: float) -> None:
             progress.best = progress.lower
 
 
-def draw_loss(run: Run) -> None:
-    if run.world.is_main:
-        try:
-            plots.plot_run(run.config.log_dir)
-        except Exception as error:
-            say(f"loss.png: {first_line(error)}; training goes on")
-
-
 # -- the loop
 
 
@@ -332,22 +328,24 @@ def loop(run: Run) -> None:
     """Repeats until the last step: evaluate, save, make an update, log it."""
     config = run.config
     progress = run.progress
+    start = time.perf_counter()
     while True:
-        if not progress.evaluated:
-            evaluate_due(run)
-            progress.evaluated = True
+        if not progress.evaluated and evaluate_due(run):
+            start = time.perf_counter()  # an update's time leaves out evaluations and saves only
+        progress.evaluated = True
         if save_is_due(run):
             save_checkpoint(run)
+            start = time.perf_counter()
         if progress.step == config.max_steps:
             return
-        start = time.perf_counter()
         lr = learning_rate(progress.step, config)
         loss, norm, skipped = make_update(run, lr)
-        seconds = time.perf_counter() - start
+        end = time.perf_counter()
         if reason := divergence.why_stop(progress, loss, norm, skipped):
             last = progress.cursor + config.total_batch_size // config.sequence_length - 1
             end_diverged(run, f"{reason}, on sequences {progress.cursor} to {last}")
-        report_step(run, loss, norm, lr, seconds, skipped)
+        report_step(run, loss, norm, lr, end - start, skipped)
+        start = end
         progress.step += 1
         progress.cursor = run.train_loader.cursor
         progress.evaluated = False
@@ -360,6 +358,9 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
     if config.overfit_single_batch:
         run.train_loader.reset()
     seed_everything(config.seed, run.progress.step, run.world.rank)  # for models with dropout
+    run.stop.late = run.world.is_main and (  # all processes go by one clock
+        0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
+    )
     float16 = run.scaler.is_enabled()
     limit = config.skip_spikes
     judge = partial(divergence.judge_update, run.progress, limit=limit, float16=float16)
@@ -435,14 +436,11 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
 
 def save_is_due(run: Run) -> bool:
     """Whether this step gets a checkpoint: by its number, by the clock, or as the best so far."""
-    config = run.config
     step = run.progress.step
     if step == run.first_step:
         return False
-    late = 0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
-    late = run.world.any(run.world.is_main and late)  # all processes go by one clock
-    best = config.save_best and run.progress.lower is not None
-    return late or best or is_due(step, config.checkpoint_every, config)
+    best = run.config.save_best and run.progress.lower is not None
+    return run.stop.late or best or is_due(step, run.config.checkpoint_every, run.config)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -493,7 +491,8 @@ def end_interrupted(run: Run, problem: str) -> None:
         saved = "before the first update: nothing to save"
     elif run.last_saved != run.own_path():
         save_checkpoint(run)
-    draw_loss(run)
+    if run.world.is_main:
+        plots.redraw(run.config.log_dir)
     saved += f"; go on with: {run.command_to_resume()}"
     if problem:
         raise UserError(f"{problem}; {saved}")
@@ -555,8 +554,9 @@ def finish(run: Run) -> None:
         f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
     )
     if run.world.is_main:
+        drawn = Path(run.config.log_dir, "loss.png").exists() and plots.redraw(run.config.log_dir)
         try:
-            report.write_report(run.config.log_dir)
+            report.write_report(run.config.log_dir, drawn)
             say(report.last_words(run.config, run.last_saved, progress.best))
         except Exception as error:
             say(f"no report ({first_line(error)}): the run itself is complete")

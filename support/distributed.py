@@ -177,13 +177,15 @@ class Stop:
     """Ends a run on all processes at the same point: `check` raises Interrupted there.
 
     After `listen`, SIGTERM and SIGINT ask for it. A second SIGINT ends at once. A second SIGTERM
-    does not: SLURM sends one, torchrun another.
+    does not: SLURM sends one, torchrun another. `late` travels with the same sum, because GPUs
+    would stand idle during another one.
     """
 
     def __init__(self, world: World):
         self.world = world
         self.asked = False
         self.problem = ""  # of this process
+        self.late = False  # a checkpoint is due by the clock: since a check, that of any process
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -203,9 +205,10 @@ class Stop:
             self.problem = str(error)
 
     def check(self) -> None:
-        wishes = torch.tensor([self.asked, bool(self.problem)]).int()
-        asked, problems = self.world.sum(wishes).tolist()
+        flags = torch.tensor([self.asked, bool(self.problem), self.late]).int()
+        asked, problems, late = self.world.sum(flags).tolist()
         if problems:
             raise Interrupted(self.problem or self.world.elsewhere())
         if asked:
             raise Interrupted
+        self.late = late > 0

@@ -6,12 +6,12 @@ import importlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from support.common import UserError, say, sync, write_whole, writing
 
@@ -36,6 +36,8 @@ class Log:
         self.is_main = is_main
         self.text = self.dir / "log.txt"
         self.metrics = self.dir / "metrics.jsonl"
+        self.files: dict[Path, TextIO] = {}  # open on rank 0 only
+        self.opened = ExitStack()
         self.tracker_name = tracker
         self.tracker: Any = None
 
@@ -71,19 +73,21 @@ class Log:
             self.tracker.init(project="gpt2", name=self.dir.name, config=settings)
 
     def begin(self, records: list[dict]) -> None:
-        """Replaces both files."""
+        """Replaces both files, and leaves them open."""
         write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
         write_whole(self.text, "".join(map(line_of, records)).encode())
+        self.files = {  # by lines, so that a reader sees each at once, and a kill loses none
+            path: self.opened.enter_context(path.open("a", buffering=1))
+            for path in (self.metrics, self.text)
+        }
 
     def record(self, step: int, type: str, **values: Any) -> None:
         """Adds a line to metrics.jsonl, and to log.txt if the first of the values is a number."""
-        if not self.is_main:
-            return
         record = {"type": type, "step": step, **values}
-        with writing(self.dir, GO_ON), open(self.metrics, "a") as file:
-            file.write(json.dumps(record) + "\n")
-        with writing(self.dir, GO_ON), open(self.text, "a") as file:
-            file.write(line_of(record))
+        lines = {self.metrics: json.dumps(record) + "\n", self.text: line_of(record)}
+        with writing(self.dir, GO_ON):
+            for path, file in self.files.items():
+                file.write(lines[path])
         if self.tracker:
             if type == "samples":
                 values["samples"] = "\n\n---\n\n".join(values["samples"])
@@ -93,14 +97,15 @@ class Log:
 
     def sync(self) -> None:
         """Waits until everything recorded is on the disk."""
-        if self.is_main:
-            with writing(self.dir, GO_ON):
-                sync(self.text)
-                sync(self.metrics)
+        with writing(self.dir, GO_ON):
+            for path in self.files:
+                sync(path)
 
     def close(self) -> None:
         if self.tracker:
             self.tracker.finish()
+        with writing(self.dir, GO_ON):  # a full disk still refuses the line that it has refused
+            self.opened.close()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from support.common import write_whole
+from support.common import first_line, say, write_whole
 from support.log import RECENT, LoggedRun, read_run
 
 # Colour-blind readers can tell these apart, and none is pale (contrast to white above 3:1).
@@ -108,6 +108,16 @@ def plot_run(log_dir: str | Path) -> None:
     title = "GPT-2, {n_layer} layers, {n_embd} wide, on {text}, {total_batch_size:,} tokens a step"
     figure.suptitle(title.format(text=text_of(run), **run.config), fontsize=11)
     save_picture(figure, Path(log_dir) / "loss.png", dpi=150)
+
+
+def redraw(log_dir: str | Path) -> bool:
+    """Draws log_dir/loss.png as far as the run has come. If that fails, says why -> False."""
+    try:
+        plot_run(log_dir)
+        return True
+    except Exception as error:
+        say(f"loss.png: {first_line(error)}; training is not affected")
+        return False
 
 
 def save_picture(figure: Any, path: Path, **options: Any) -> None:

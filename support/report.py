@@ -76,8 +76,11 @@ def describe_batch(config: TrainConfig, processes: int, train: DataLoaderLite) -
 # -- at the end
 
 
-def write_report(log_dir: str | Path) -> None:
-    """Writes log_dir/report.md, a page about a run, from its metrics.jsonl."""
+def write_report(log_dir: str | Path, has_curve: bool) -> None:
+    """Writes log_dir/report.md, a page about a run, from its metrics.jsonl.
+
+    has_curve: whether log_dir/loss.png is there and shows the whole run.
+    """
     log_dir = Path(log_dir)
     records = read_metrics(log_dir / "metrics.jsonl")
     starts = starts_of(records)
@@ -87,7 +90,7 @@ def write_report(log_dir: str | Path) -> None:
     rows = [f"| {name} | {figure} |" for name, figure in figures(records, about).items()]
     parts = [
         f"# GPT-2 of {model['n_layer']} layers and {model['n_embd']} channels, on {text}",
-        "![training and validation loss](loss.png)",
+        "![training and validation loss](loss.png)" if has_curve else "",
         "\n".join(["| | |", "|---|---|", *rows]),
         "## Commands",
         as_code("\n".join(f"{start['time']}  {start['command']}" for start in starts)),
@@ -96,7 +99,7 @@ def write_report(log_dir: str | Path) -> None:
     for record in samples[:1] + samples[1:][-1:]:
         parts.append(f"## Samples after {record['step']:,} updates")
         parts += [as_code(text) for text in record["samples"]]
-    write_whole(log_dir / "report.md", ("\n\n".join(parts) + "\n").encode())
+    write_whole(log_dir / "report.md", ("\n\n".join(filter(None, parts)) + "\n").encode())
 
 
 def of_type(records: list[dict], type: str) -> list[dict]:

@@ -335,6 +335,12 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(corpus, run_dir, outcom
     assert len(losses(run_dir)) == 7
 
 
+def test_a_disk_that_is_full_of_records_is_one_sentence(corpus, tmp_path):
+    done = train(corpus, tmp_path, "--max-steps", 100, largest_file=6000)
+    assert_told(done, f"{tmp_path} cannot be written (File too large)", "go on with --resume auto")
+    assert done.stderr.count("\n") == 1
+
+
 def save(log_dir: Path, step: int, weight: float = 0.0) -> Path:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=2))

@@ -250,7 +250,7 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
     again.resume(60, True, {**read_metrics(run / "metrics.jsonl")[0], "command": "python again.py"})
     best = {"step": 60, "loss": 3.25}
     again.record(60, "end", wall=3600.0, memory=10**9, best=best)
-    report.write_report(run)
+    report.write_report(run, has_curve=False)
     page = (run / "report.md").read_text()
     for fact in (
         "# GPT-2 of 12 layers and 768 channels, on stdlib",
@@ -276,10 +276,10 @@ def test_a_report_leaves_out_what_a_run_has_not_done(tmp_path, losing):
     records = read_metrics(run / "metrics.jsonl")
     lines = [json.dumps(record) + "\n" for record in records if record["type"] != losing]
     (run / "metrics.jsonl").write_text("".join(lines))
-    report.write_report(run)
+    report.write_report(run, has_curve=False)
     page = (run / "report.md").read_text()
     row = {"train": "speed", "val": "| val loss", "hella": "| Hella", "samples": "## Samples"}
-    assert row[losing] not in page and "## Commands" in page
+    assert row[losing] not in page and "## Commands" in page and "loss.png" not in page
 
 
 def test_the_last_words_are_the_commands_to_run_next_and_the_best_checkpoint():

@@ -43,7 +43,7 @@ import evaluate
 import hellaswag
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, divergence
+from support import checkpoint, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
 from support.device import free_memory, prepare_device
@@ -369,8 +369,35 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
         assert killed or "--resume auto" in done.stdout.splitlines()[-1]
         assert killed or (cut / "loss.png").exists(), "no validation would draw it"
         train(corpus, cut, f"{flags} --resume auto")
+        assert ("loss.png" in (cut / "report.md").read_text()) == (not killed)
         assert losses(cut) == losses(whole)
         assert weights_hash(cut / "ckpt_000100") == weights_hash(whole / "ckpt_000100")
+
+
+FAST_CLOCK = """
+import os, sys, time, train_gpt2
+import torch.distributed as dist
+def tell(x):
+    print(f"rank {rank}: {x.dtype}", flush=True)
+    all_reduce(x)
+all_reduce, perf_counter, rank = dist.all_reduce, time.perf_counter, os.environ["RANK"]
+dist.all_reduce = tell
+if rank == os.environ["FAST"]:  # on the other rank, nothing is late
+    time.perf_counter = lambda: 1e9 * perf_counter()
+train_gpt2.main(sys.argv[1:])
+"""
+
+
+def test_ranks_save_by_the_clock_of_rank_0_and_an_update_makes_no_sum_for_it(shards, tmp_path):
+    (tmp_path / "fast.py").write_text(FAST_CLOCK)
+    flags = "--batch-size 1 --keep-checkpoints 9 --resume auto --max-steps"
+    for fast, steps, saved in [("1", 5, 0), ("0", 3, 3), ("0", 5, 5)]:
+        args = tiny_run(shards, tmp_path / fast, flags, steps)
+        done = warm_server().run("fast.py", *args, root=tmp_path, FAST=fast, **two_ranks())
+        assert done.returncode == 0 and len(checkpoint.checkpoints(tmp_path / fast)) == saved, done
+        if not saved:  # a save makes sums of its own
+            update = done.stdout.partition("step     3 |")[2].partition("step     4 |")[0]
+            assert update.count("rank 0: torch.int") == 2, "one for each micro-step"
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
@@ -593,13 +620,16 @@ def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny)
             signal.raise_signal(signal.SIGINT)
 
 
-def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path):
+def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path, monkeypatch):
     log = Log(str(tmp_path), True)
     log.start({})
+    for name in ("builtins.open", "io.open"):
+        monkeypatch.setattr(name, None)  # a record opens no file, and can be read at once
     for step in range(6):
         if step % 2 == 0:
             log.record(step, "val", val_loss=1.0)
         log.record(step, "train", loss=2.0)
+    monkeypatch.undo()
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"type": "train", "st')
     log.resume(4, True, {})
@@ -934,10 +964,34 @@ def test_a_picture_that_cannot_be_drawn_is_a_line_and_training_goes_on(corpus, t
     flags = ("--val-every", 3, "--val-tokens", 160)
     done = warm_train(corpus, log_dir, *flags, largest_file=20_000)
     assert done.returncode == 0 and len(losses(log_dir)) == 6
-    assert (
-        done.stdout.count(f"loss.png: {log_dir}/loss.png cannot be written (File too large)") == 3
-    )
+    assert f"loss.png: {log_dir}/loss.png cannot be written (File too large)" in done.stdout
     assert "The curve" not in done.stdout and not list(log_dir.glob(".*tmp"))
+
+
+def test_a_time_is_that_of_an_update_and_pictures_are_few(corpus, tmp_path, monkeypatch):
+    clock = [0.0]
+    drawn = []
+
+    def takes(seconds: float, function):
+        return lambda *args, **options: clock.append(seconds) or function(*args, **options)
+
+    def draw(log_dir):
+        drawn.append(len(read_records(Path(log_dir), "val")))
+        assert len(drawn) < 3, "the third cannot be drawn"
+        Path(log_dir, "loss.png").touch()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(clock))
+    monkeypatch.setattr(plots, "plot_run", draw)
+    monkeypatch.setattr(evaluate, "validate", takes(50, lambda **_: (3.0, None)))
+    monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
+    monkeypatch.setattr(Stop, "check", takes(4, Stop.check))
+    monkeypatch.setattr(Log, "record", takes(1, Log.record))
+    flags = "--batch-size 4 --val-every 2 --val-tokens 160 --checkpoint-every 3"
+    call("train_gpt2.py", *tiny_run(corpus, tmp_path / "log", flags))
+    times = [record["ms"] for record in read_records(tmp_path / "log", "train")]
+    assert times == [4000, 5000, 4000, 4000, 4000, 5000], "the record before it counts"
+    assert drawn == [1, 3, 4], "the first validation, one two minutes later, the end"
+    assert "loss.png" not in (tmp_path / "log" / "report.md").read_text(), "it lacks the end"
 
 
 def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_path, monkeypatch):
