@@ -36,6 +36,7 @@ from support.device import (
     peak_memory,
     pick_dtype,
     prepare_device,
+    sdpa_choice,
     seed_everything,
 )
 from support.distributed import Interrupted, Stop, World, several
@@ -214,11 +215,11 @@ def build_run(
 def start_device(
     config: TrainConfig, world: World, resumed_from: Checkpoint | None = None
 ) -> tuple[torch.dtype, float]:
-    """Prepares the device. Returns the autocast dtype and the peak of all GPUs, in FLOP/s."""
-    prepare_device(world.device, config.deterministic)
+    """Says what computes. Returns the autocast dtype and the peak of all GPUs, in FLOP/s."""
     before = resumed_from.state["dtype"] if resumed_from else ""
     dtype, reason = pick_dtype(world.device, config.dtype, world, before)
-    world.say(f"device: {world.device}, {dtype_name(dtype)} ({reason})")
+    kernel = sdpa_choice(world.device, dtype, config)
+    world.say(f"device: {world.device}, {dtype_name(dtype)} ({reason}){kernel}")
     if world.device.type == "cpu":  # its peak changes with its other load
         return dtype, 0.0
     peak, source = peak_flops(world.device, dtype)
@@ -599,6 +600,7 @@ def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
 
 def main(args: list[str]) -> None:
     config, typed = parse_command_line(args)
+    prepare_device(config.device, config.deterministic)
     with World(config.device) as world:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):

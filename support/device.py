@@ -19,15 +19,36 @@ import torch
 from support.common import UserError
 
 if TYPE_CHECKING:
+    from config import TrainConfig
     from support.distributed import World
 
 
 def pick_device(name: str = "auto") -> torch.device:
     """The device of this name; auto is this machine's accelerator (CUDA or MPS), else the CPU."""
-    here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    here = torch.accelerator.current_accelerator(check_available=True) or fall_back_to_cpu(name)
     if name not in ("auto", "cpu", here.type):
         raise UserError(f"device {name!r} is not available here: use auto, which is {here.type}")
     return here if name == "auto" else torch.device(name)
+
+
+@lru_cache  # says it once
+def fall_back_to_cpu(name: str) -> torch.device:
+    """The CPU. Raises UserError if PyTorch is for CUDA and cannot use a GPU that is not hidden."""
+    driver = find_in("/proc/driver/nvidia/version", r"NVRM version: .*?\s(\d+\.[\d.]+)")
+    hidden = name == "cpu" or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1", "NoDevFiles")
+    # SLURM hides GPUs by NoDevFiles. A container without GPUs has the driver's file, no device.
+    if driver and not hidden and Path("/dev/nvidiactl").exists():
+        if torch.version.cuda:
+            raise UserError(
+                f"PyTorch for CUDA {torch.version.cuda} cannot use the GPU with driver {driver}: "
+                "update the driver, install a PyTorch for an older CUDA, or add --device cpu"
+            )
+        print(
+            "the GPU is not used, because this PyTorch is for CPUs; to install one for CUDA: unset "
+            "PIP_EXTRA_INDEX_URL; pip install --force-reinstall -r requirements.txt",
+            file=sys.stderr,
+        )
+    return torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:
@@ -50,12 +71,13 @@ def seed_everything(seed: int, step: int, rank: int) -> None:
     torch.manual_seed(int(bits))
 
 
-def prepare_device(device: torch.device, deterministic: bool) -> None:
-    """Configures memory, TF32 and determinism for training."""
-    keep_freed_memory(device)
+def prepare_device(name: str, deterministic: bool) -> None:
+    """Configures memory, TF32 and determinism for training, before World makes NCCL's group."""
+    keep_freed_memory(pick_device(name))
     torch.set_float32_matmul_precision("high")  # TF32 on CUDA; on a CPU it changes nothing
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink's switches add in any order
         torch.use_deterministic_algorithms(True)
         # filling new memory with NaN costs time, and only wrong code would read it
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -92,6 +114,17 @@ def dtype_name(dtype: torch.dtype) -> str:
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """The context that computes in dtype where that is safe."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
+
+
+def sdpa_choice(device: torch.device, dtype: torch.dtype, config: TrainConfig) -> str:
+    """The kernel that PyTorch takes for the attention of such heads on a GPU; elsewhere empty."""
+    if device.type != "cuda":
+        return ""
+    hs = config.n_embd // config.n_head
+    qkv = torch.empty(1, config.sequence_length, 3, config.n_head, hs, dtype=dtype, device=device)
+    q, k, v = qkv.requires_grad_().permute(2, 0, 3, 1, 4)  # as CausalSelfAttention makes them
+    choice = torch._fused_sdp_choice(q, k, v, is_causal=True)
+    return f", {torch.nn.attention.SDPBackend(choice).name.lower()} for heads of {hs}"
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -47,9 +48,9 @@ class World:
 
     def claim_device(self, name: str) -> torch.device:
         """The device of this process; on a CPU, its share of the cores."""
-        if self.size > 1 and name == "auto" and not torch.cuda.is_available():
-            name = "cpu"  # several processes on a Mac: gloo has no MPS
         device = pick_device(name)
+        if self.size > 1 and name == "auto" and device.type != "cuda":
+            device = torch.device("cpu")  # several processes on a Mac: gloo has no MPS
         if device.type == "cuda":
             gpus = torch.cuda.device_count()
             if self.local_size > gpus:
@@ -80,6 +81,17 @@ class World:
             world_size=self.size,
             device_id=self.device if on_gpu else None,
         )
+        self.limit_nccl(dist.group.WORLD)
+
+    def limit_nccl(self, group: Any) -> None:
+        """Ends a stuck collective of a group's GPUs after 10 minutes.
+
+        gloo keeps its 30, because processes wait there for rank 0's downloads.
+        """
+        if self.device.type == "cuda":
+            nccl = group._get_backend(self.device)
+            nccl = getattr(nccl, "wrapped_pg", nccl)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+            nccl._set_default_timeout(timedelta(minutes=10))
 
     def __enter__(self) -> "World":
         return self

@@ -52,6 +52,8 @@ def shard(model: GPT, world: World, sharding: str) -> None:
     shape = (copies, world.shard_group_size) if copies > 1 else (world.shard_group_size,)
     names = ("copies", "shards")[-len(shape) :]
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    for group in mesh.get_all_groups():
+        world.limit_nccl(group)
     for unit in units_of(model):
         fully_shard(unit, mesh=mesh)
     # the first forward finishes the set-up, and must be of the whole model

@@ -8,6 +8,7 @@ import importlib
 import os
 import re
 import sys
+from contextlib import nullcontext
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -16,7 +17,8 @@ import same_bits
 from conftest import ROOT, run_program
 
 from support.common import UserError, run_script, write_whole
-from support.device import GPUS
+from support.device import GPUS, fall_back_to_cpu
+from support.distributed import World
 
 # -- files
 
@@ -74,6 +76,33 @@ def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsy
 def test_a_gpu_is_known_by_the_name_that_cuda_gives(name, known_as):
     found = [gpu for gpu, (pattern, *_) in GPUS.items() if re.fullmatch(pattern, name)]
     assert found == ([known_as] if known_as else [])
+
+
+DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build\n"
+REFUSED = "PyTorch for CUDA 13.0 cannot use the GPU with driver 535.54.03: .* or add --device cpu"
+
+
+@pytest.mark.parametrize("cuda, files, name, visible, ends", [
+    ("13.0", "version nvidiactl", "auto", {}, REFUSED),
+    ("13.0", "version nvidiactl", "cuda", {"CUDA_VISIBLE_DEVICES": "0,1"}, REFUSED),
+    ("13.0", "version nvidiactl", "cpu", {}, ""),
+    ("13.0", "version nvidiactl", "auto", {"CUDA_VISIBLE_DEVICES": ""}, ""),
+    ("13.0", "version nvidiactl", "auto", {"CUDA_VISIBLE_DEVICES": "-1"}, ""),
+    ("13.0", "version", "auto", {}, ""),
+    (None, "version nvidiactl", "auto", {}, "the GPU is not used, because .*\n"),
+])  # fmt: skip
+def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, name, visible, ends):
+    for file in files.split():
+        (tmp_path / file).write_text(DRIVER)
+    monkeypatch.setattr("support.device.Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
+    monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr(World, "join", lambda world: None)
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **visible})
+    fall_back_to_cpu.cache_clear()
+    with pytest.raises(UserError, match=ends) if ends == REFUSED else nullcontext():
+        assert [World(name).device.type for _ in range(2)] == ["cpu", "cpu"]
+        assert re.fullmatch(ends, capsys.readouterr().err)
 
 
 # -- imports

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     LONGEST,
     ROOT,
@@ -198,6 +199,25 @@ def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):
             _, err = node.communicate(timeout=LONGEST)
             assert node.returncode == 0, err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+@pytest.mark.parametrize("debug", ["OFF", "DETAIL"])  # TORCH_DISTRIBUTED_DEBUG
+def test_what_hangs_holds_gpus_for_10_minutes_but_gloo_waits_30(monkeypatch, debug):
+    def make_group(_backends, device_id, plain=dist.init_process_group, **group):
+        plain("gloo", **group)
+        nccl = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, dist.default_pg_timeout)  # stands in
+        if debug == "DETAIL":
+            nccl = dist.distributed_c10d._ProcessGroupWrapper(nccl, nccl)
+        kind = dist.ProcessGroup.BackendType.NCCL
+        dist.group.WORLD._register_backend(torch.device("cuda"), kind, nccl)
+
+    monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
+    monkeypatch.setattr(dist, "init_process_group", make_group)
+    with World("cpu") as world:
+        world.device = torch.device("cuda", 0)
+        world.join()
+        backends = [dist.group.WORLD._get_backend(torch.device(name)) for name in ("cuda", "cpu")]
+        assert [each.options._timeout.total_seconds() / 60 for each in backends] == [10, 30]
 
 
 # Rank 1 joins the sum two seconds late. By then rank 0 has left its group and holds the GIL in a

@@ -41,12 +41,13 @@ from warm import two_ranks
 
 import evaluate
 import hellaswag
+import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
-from support.device import free_memory, prepare_device
+from support.device import free_memory
 from support.distributed import Interrupted, Stop, World
 from support.divergence import MOST_SKIPPED, is_spike, judge_update, why_stop
 from support.log import Log, read_run
@@ -557,12 +558,32 @@ def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypa
     assert found == [left]
 
 
-def test_deterministic_runs_do_not_fill_new_memory(monkeypatch):
-    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda on: None)
+@pytest.mark.parametrize("user, nvls", [({}, "0"), ({"NCCL_NVLS_ENABLE": "1"}, "1")])
+def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, nvls):
+    def make_group(_world):
+        assert torch.are_deterministic_algorithms_enabled()
+        torch.use_deterministic_algorithms(False)
+        assert not torch.utils.deterministic.fill_uninitialized_memory, "it costs time"
+        raise UserError(f"NVLS {os.environ['NCCL_NVLS_ENABLE']}")
+
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    prepare_device(torch.device("cpu"), deterministic=True)
-    assert not torch.utils.deterministic.fill_uninitialized_memory
+    monkeypatch.setattr(World, "join", make_group)
+    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **user})
+    with pytest.raises(UserError, match=f"NVLS {nvls}"):
+        main(["--deterministic", "--device", "cpu"])
+
+
+def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch, capsys):
+    config = TrainConfig(dtype="bfloat16", n_head=24)
+    train_gpt2.start_device(config, WORLD)
+    assert capsys.readouterr().out == "device: cpu, bfloat16 (as asked)\n"
+    gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
+    monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
+    monkeypatch.setattr("train_gpt2.peak_flops", lambda device, dtype: (1e12, "a test"))
+    train_gpt2.start_device(config, gpu)
+    line = "device: cuda, bfloat16 (as asked), cudnn_attention for heads of 32\n"
+    assert capsys.readouterr().out.startswith(line)
 
 
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
