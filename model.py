@@ -22,7 +22,7 @@ from support import generation, hf
 from support.common import UserError
 from support.fingerprint import Fingerprint, refuse_other_change, take_fingerprint
 from support.optim import OPTIMIZERS
-from support.shards import Shard, find_shards
+from support.shards import OpenFile, Shard, find_shards
 from support.tokenizer import VOCAB_SIZE
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
@@ -398,6 +398,7 @@ class DataLoaderLite:
             )
         self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
         self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use
+        self.opened = lru_cache(maxsize=1)(OpenFile)  # the same one's file
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
 
@@ -443,7 +444,7 @@ class DataLoaderLite:
         i = np.searchsorted(firsts, k, side="right") - 1  # the shard's place in this epoch
         shard = self.shards[order[i]]
         start = int(self.starts(epoch, int(order[i]))[k - firsts[i]])
-        tokens = shard.read(start, self.T + 1)
+        tokens = shard.read(start, self.T + 1, self.opened)
         if tokens.max() >= self.vocab_size:
             raise UserError(
                 f"{shard.path}: token {tokens.max()}, within {self.T + 1} from {start} on, is "

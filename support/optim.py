@@ -6,15 +6,19 @@ memory.state_memory estimates what it holds.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.linalg import vector_norm
-from torch.optim import AdamW, Muon, Optimizer
+from torch.optim import AdamW, Optimizer
 
 if TYPE_CHECKING:
     from model import GPT
@@ -33,11 +37,11 @@ def muon(model: GPT, learning_rate: float, weight_decay: float, **options: Any) 
     both.
     """
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    ids = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in ids]
-    make = ShardedMuon if isinstance(matrices[0], DTensor) else Muon
-    for_matrices = make(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
-    return [adamw_of(others, learning_rate, weight_decay, **options), for_matrices]
+    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
+    return [
+        adamw_of(others, learning_rate, weight_decay, **options),
+        Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw"),
+    ]
 
 
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": adamw, "muon": muon}
@@ -60,45 +64,63 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[s
     ]
 
 
-class ShardedMuon(Muon):
-    """PyTorch's Muon for sharded matrices.
-
-    It gathers each matrix once, in the bfloat16 in which Muon computes. Products of sharded
-    matrices would need a collective in each of the five iterations, and round differently.
-    """
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon, but each process orthogonalizes only its share of the matrices."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self.update(p, group)
+            params = [p for p in group["params"] if p.grad is not None]
+            for shape in dict.fromkeys(p.shape for p in params):
+                matrices = [p for p in params if p.shape == shape]
+                directions = [self.direction(p, group["momentum"]) for p in matrices]
+                updates = orthogonalize_all(directions, group)
+                for p, update in zip(matrices, updates, strict=True):
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(update, alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
 
-    def update(self, p: Any, group: dict[str, Any]) -> None:
+    def direction(self, p: Any, momentum: float) -> torch.Tensor:
+        """Nesterov's momentum, in the bfloat16 in which Muon computes."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
-        state["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-        direction = p.grad.lerp(state["momentum_buffer"], group["momentum"])  # Nesterov's
-        gathered = direction.bfloat16().full_tensor()
-        update = orthogonalize(gathered, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        update = distribute_tensor(update, p.device_mesh, p.placements, src_data_rank=None)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(update, alpha=-0.2 * math.sqrt(max(p.shape)) * group["lr"])
+        state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+        return p.grad.lerp(state["momentum_buffer"], momentum).bfloat16()
 
 
-def orthogonalize(
-    x: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
+mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
+
+
+def orthogonalize_all(directions: list, options: dict[str, Any]) -> Iterable[torch.Tensor]:
+    """Orthogonalizes matrices of one shape, each on one process, and shards them as they were.
+
+    Products of sharded matrices would need a collective in each iteration, and round differently;
+    so may those of several matrices at once. Under ddp, the processes exchange only results.
+    """
+    if not dist.is_initialized():
+        return [orthogonalize(x, options) for x in directions]
+    # gloo has no all-to-all, so DTensor gathers instead. Its warning would help no user.
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+    stacked = torch.stack(directions)  # (matrices, rows, columns)
+    if is_whole := not isinstance(stacked, DTensor):
+        stacked = DTensor.from_local(stacked, mesh_of(dist.group.WORLD, stacked.device.type))
+    shares = stacked.redistribute(placements=[*stacked.placements[:-1], Shard(0)])
+    for x in shares.to_local():  # none, where there are more processes than matrices
+        x.copy_(orthogonalize(x, options))
+    updates = shares.redistribute(placements=stacked.placements)
+    return updates.to_local() if is_whole else updates
+
+
+def orthogonalize(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """A bfloat16 matrix with nearly equal singular values: Muon's Newton-Schulz iteration.
 
     x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular value towards 1.
     """
-    a, b, c = coefficients
+    a, b, c = options["ns_coefficients"]
     if is_tall := x.size(0) > x.size(1):
         x = x.T
-    x = x / x.norm().clamp(min=eps)  # no singular value is above 1
-    for _ in range(steps):
+    x = x / x.norm().clamp(min=options["eps"])  # no singular value is above 1
+    for _ in range(options["ns_steps"]):
         A = x @ x.T
         x = torch.addmm(x, torch.addmm(A, A, A, beta=b, alpha=c), x, beta=a)
     return x.T if is_tall else x

@@ -3,7 +3,9 @@
 import hashlib
 import io
 import json
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,18 @@ HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tok
 GPT2_MAGIC = 20240520
 BLOCKS = 8  # of a shard, by which `identify` knows it
 BLOCK = 4096  # tokens in each
+
+
+class OpenFile(io.FileIO):
+    """A file that its last reader closes: no thread can close what another one still reads."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        if hasattr(os, "posix_fadvise"):  # Linux reads a slow disk ahead of us
+            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Shard:
@@ -32,18 +46,26 @@ class Shard:
                 "it is damaged or truncated, make it again"
             ) from error
 
-    def read(self, start: int, count: int) -> np.ndarray:
+    def read(
+        self, start: int, count: int, opened: Callable[[Path], OpenFile] | None = None
+    ) -> np.ndarray:
         """`count` tokens from token `start` on, uint16. It does not map them: memory stays flat.
 
-        Raises UserError if the file has shrunk, or cannot be read any more.
+        opened: a cache of OpenFile, else each read opens the file. Raises UserError if the file has
+        shrunk, or cannot be read any more.
         """
+        offset = self.offset + 2 * start
         try:
-            tokens = np.fromfile(self.path, "<u2", count, offset=self.offset + 2 * start)
-            if len(tokens) < count:
+            if opened and hasattr(os, "pread"):  # Windows lacks it, so there each read opens, too
+                file = opened(self.path)
+                tokens = np.frombuffer(os.pread(file.fileno(), 2 * count, offset), np.uint8)
+            else:
+                tokens = np.fromfile(self.path, np.uint8, 2 * count, offset=offset)
+            if len(tokens) < 2 * count:
                 raise OSError(f"it has shrunk: it had {self.num_tokens} tokens")
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error}): put the file back") from error
-        return tokens
+        return tokens.view("<u2")
 
 
 def find_tokens(path: Path) -> tuple[int, int]:

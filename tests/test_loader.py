@@ -4,6 +4,8 @@ import hashlib
 import io
 import os
 import threading
+from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -41,6 +43,13 @@ def test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_a
     expected = [sequence for tokens in training_shards(shards) for sequence in cut(tokens, 8)]
     for epoch in range(3):
         assert epoch_of(loader, epoch) == expected
+
+
+@pytest.mark.parametrize("lacks", [["posix_fadvise"], ["posix_fadvise", "pread"]])
+def test_the_stream_is_the_same_on_macos_and_windows(shards, monkeypatch, lacks):
+    for name in lacks:
+        monkeypatch.delattr(os, name, raising=False)
+    test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_again(shards)
 
 
 def test_x_and_y_are_a_sequence_without_its_last_and_without_its_first_token(shards):
@@ -190,19 +199,50 @@ def test_a_shard_of_a_hundred_million_tokens_opens_without_being_read(tmp_path, 
     np.lib.format.write_array_header_1_0(header, shape)
     path.write_bytes(header.getvalue())
     os.truncate(path, len(header.getvalue()) + 200_000_000)  # a hole in the file: no disk is used
-    read, fromfile = [], np.fromfile
+    read, pread = [], os.pread
 
-    def counted(file, dtype, count, **options):
-        if file == path:  # the loader of another test may still prefetch
-            read.append(count)
-        return fromfile(file, dtype, count, **options)
+    def counted(file, size, offset):
+        if os.fstat(file).st_size > 10**8:  # the loader of another test may still prefetch
+            read.append(size)
+        return pread(file, size, offset)
 
-    monkeypatch.setattr(np, "fromfile", counted)
+    monkeypatch.setattr(os, "pread", counted)
     loader = DataLoaderLite(tmp_path, "train", 4, 1024, shuffle=True)
     loader.next_batch()
     loader.next_batch()
     assert loader.num_sequences == 97_655
-    assert set(read) == {1025} and len(read) <= 12
+    loader.wait()
+    assert read == [2 * 1025] * 12
+
+
+def test_an_epoch_opens_each_shard_once_has_it_read_ahead_and_keeps_one_open(tmp_path, monkeypatch):
+    for i in range(50):
+        write_shard(tmp_path / f"a_train_{i:06d}.npy", documents(100, seed=i))
+    advise = Mock()
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(np, "fromfile", None)  # it would open the file
+    loader = DataLoaderLite(tmp_path, "train", 7, 8, shuffle=True)
+    loader.wait()
+    for first in range(0, loader.num_sequences, 5):  # a shard has 11: many batches have two
+        loader.batch(first, min(5, loader.num_sequences - first))
+        files = [
+            Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")
+        ]
+        assert sum(file.parent == tmp_path for file in files) == 1
+    assert [call.args[1:] for call in advise.mock_calls] == [(0, 0, os.POSIX_FADV_WILLNEED)] * 50
+
+
+def test_a_thread_does_not_close_the_shard_that_another_one_reads(shards, monkeypatch):
+    loader = DataLoaderLite(shards, "train", 1, 8)
+    loader.wait()
+
+    def read_later(*place):
+        monkeypatch.undo()
+        loader.sequence(loader.num_sequences - 1)  # of another shard, as if by another thread
+        return os.pread(*place)
+
+    monkeypatch.setattr(os, "pread", read_later)
+    assert np.array_equal(loader.sequence(0), training_shards(shards)[0][:9])
 
 
 def test_llm_c_and_nanogpt_files_give_the_same_stream_as_npy(tmp_path):

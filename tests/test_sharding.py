@@ -9,19 +9,20 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, random_model, run_script, tiny_run, write_shards
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt2
 from config import parse_command_line
 from model import MLP
-from support import sharding
+from support import optim, sharding
 from support.compile import compile_blocks
 from support.distributed import Stop, World
 from support.optim import clip_gradients
@@ -182,18 +183,17 @@ def test_the_norm_of_a_large_gradient_is_exact():
 # -- what is sent: an update of three micro-steps by 8 processes, 7 of which do not exist
 
 GROUPS = 3  # what is gathered at a time: two blocks, and the rest of the model
-MATRICES = 8  # that Muon takes
+SHAPES = 4  # of the matrices that Muon takes
 PASSES = 2 * ACCUMULATION  # fsdp gathers a block for each, and what is beside them for each two
-LOSS = (
-    ACCUMULATION + 1
-)  # sums: Stop's flag in each micro-step, which no GPU waits for, and the loss
+LOSS = ACCUMULATION + 1  # sums: Stop's flag in each micro-step (no GPU waits), and the loss
 SENT = {  # sharding, processes of a node, optimizer: gathered, scattered, summed, Muon's gathers
     ("ddp", 8, "adamw"): (0, 0, LOSS, 0),  # beside DDP's buckets
+    ("ddp", 8, "muon"): (0, 0, LOSS, SHAPES),  # the updates
     ("zero1", 8, "adamw"): (GROUPS, GROUPS, LOSS + 1, 0),  # the norm
-    ("zero1", 8, "muon"): (GROUPS, GROUPS, LOSS + 1, MATRICES),
+    ("zero1", 8, "muon"): (GROUPS, GROUPS, LOSS + 1, 2 * SHAPES),  # directions, too
     ("zero1", 4, "adamw"): (GROUPS, GROUPS, LOSS + 1 + GROUPS, 0),  # the sum over the nodes, once
     ("fsdp", 8, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1, 0),
-    ("fsdp", 8, "muon"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1, MATRICES),
+    ("fsdp", 8, "muon"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1, 2 * SHAPES),
     ("fsdp", 4, "adamw"): (2 * PASSES + ACCUMULATION, GROUPS * ACCUMULATION, LOSS + 1 + GROUPS, 0),
 }
 
@@ -287,6 +287,48 @@ def test_blocks_compile_to_the_same_graphs_inside_ddp_and_before_it(monkeypatch,
     assert made[0] == made[1] and len(made[0]) == 2, "the block and the loss"
 
 
+# -- Muon: the weights are PyTorch's, and each process does its share of the work
+
+
+def step_muon(model) -> list[torch.Tensor]:
+    """Makes two updates with random gradients -> the matrices, whole."""
+    torch.manual_seed(0)
+    muon = model.configure_optimizers("muon")[1]
+    params = muon.param_groups[0]["params"]
+    for p in params * 2:
+        p.grad = torch.randn(p.shape)
+        if isinstance(p, DTensor):
+            p.grad = distribute_tensor(p.grad, p.device_mesh, p.placements, src_data_rank=None)
+        if p is params[-1]:
+            muon.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p for p in params]
+
+
+def share_muon() -> None:
+    """What each of four processes runs. Rank 0 prints what they found, alone and for each way."""
+    model = functools.partial(random_model, n_layer=3, vocab_size=300)
+    with mock.patch.object(optim, "Muon", torch.optim.Muon):
+        expected = step_muon(model())
+    found: list = [all(map(torch.equal, step_muon(model()), expected))]
+    with World("cpu") as world:
+        for strategy, group in [("ddp", 4), ("zero1", 4), ("fsdp", 4), ("fsdp", 2)]:
+            world.shard_group_size = group
+            sharding.shard(sharded := model(), world, strategy)
+            found.append([None] * 4)
+            with mock.patch.object(optim, "orthogonalize", wraps=optim.orthogonalize) as made:
+                same = all(map(torch.equal, step_muon(sharded), expected))
+                dist.all_gather_object(found[-1], [same, made.call_count])
+        world.say(json.dumps(found))
+
+
+def test_each_process_orthogonalizes_its_share_and_the_weights_are_pytorchs():
+    done = run_script("tests/test_sharding.py", "muon", ranks=4, PYTHONPATH=str(ROOT))
+    assert "alltoall" not in done.stderr, "PyTorch warns no user of what gloo lacks"
+    one, two = [True, 2 * SHAPES], [True, 4 * SHAPES]  # of three matrices, in two updates
+    expected = [True, *[[one, one, one, [True, 0]]] * 3, [two, one, two, one]]
+    assert json.loads(done.stdout.splitlines()[-1]) == expected
+
+
 # -- resuming on four processes, where the order of a sum matters
 
 TWENTY = """--max-steps 20 --checkpoint-every 10 --keep-checkpoints 9 --total-batch-size 128
@@ -339,7 +381,9 @@ def test_so_does_it_in_each_precision_compiled_with_each_optimizer(tmp_path, dty
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
+    if sys.argv[1:] == ["muon"]:
+        share_muon()
+    elif sys.argv[1:]:
         resume_all(Path(sys.argv[1]), sys.argv[2:])
     else:
         measure_all()
