@@ -345,14 +345,13 @@ class GPT(nn.Module):
         model.origin = files.origin
         return model
 
-    def save_pretrained(
-        self, directory: str | Path, state_dict: dict | None = None, card: dict | None = None
-    ) -> None:
+    def save_pretrained(self, directory: str | Path, card: dict | None = None) -> None:
         """Writes a directory that transformers reads, if this code is still a GPT-2.
 
-        state_dict replaces the module's own weights. card: the rows of the model card.
+        card: the rows of the model card.
         """
-        hf.write_model(Path(directory), self, state_dict or self.state_dict(), card or {})
+        weights = {name: p.detach() for name, p in self.named_parameters()}  # a tied one once
+        hf.write_model(Path(directory), self, weights, card or {})
 
     @cached_property
     def fingerprint(self) -> Fingerprint:

@@ -26,7 +26,7 @@ from config import (
 from evaluate import Evaluations, build_evaluations, is_due, show
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, divergence, hf, plots, report, resume, sharding
-from support.checkpoint import Checkpoint, Progress
+from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
 from support.compile import compile_model
 from support.device import (
@@ -142,7 +142,7 @@ class Run:
     machine: dict[str, Any]  # resume.describe_machine's
     peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it changes with the other load
     progress: Progress
-    last_saved: Path | None
+    writer: Writer
     first_step: int  # of this process
     began: float  # by the clock, as if nothing had interrupted the run
     first_step_ended: float = 0.0  # by the clock; the first update compiles
@@ -153,7 +153,7 @@ class Run:
         return time.perf_counter() - self.began
 
     def own_path(self) -> Path:
-        """The path of this step's checkpoint. last_saved is the same once it is written."""
+        """The path of this step's checkpoint. writer.last is the same once it is written."""
         return checkpoint.path_of(self.config.log_dir, self.progress.step)
 
     def command(self) -> str:
@@ -206,7 +206,7 @@ def build_run(
         machine=resume.describe_machine(world),
         peak=peak,
         progress=progress,
-        last_saved=resume.path_in(config, resumed_from),
+        writer=Writer(stop, resume.path_in(config, resumed_from), config.keep_checkpoints),
         first_step=progress.step,
         began=time.perf_counter() - progress.wall,
     )
@@ -318,7 +318,7 @@ def note_validation(run: Run, val_loss: float) -> None:
     progress.losses["validation loss"] = val_loss
     if progress.best is None or val_loss < progress.best["loss"]:
         progress.lower = {"loss": val_loss, "step": progress.step}
-        if run.own_path() == run.last_saved:  # interrupted before this validation
+        if run.own_path() == run.writer.last:  # interrupted before this validation
             progress.best = progress.lower
 
 
@@ -426,8 +426,8 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
     run.log.record(step, "diverged", reason=reason)
     again = run.command_to_resume()
     raise UserError(
-        f"step {step}: {reason}; last checkpoint: {run.last_saved or 'none yet'}. To find the "
-        f"operation: {again} --find-nan. To go on: {again} with a lower --learning-rate or "
+        f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}. To find "
+        f"the operation: {again} --find-nan. To go on: {again} with a lower --learning-rate or "
         "--dtype float32."
     )
 
@@ -451,6 +451,7 @@ def save_checkpoint(run: Run) -> None:
     broken = divergence.find_not_finite(run.model)
     if run.world.any(bool(broken)):
         end_diverged(run, f"{broken or 'a weight'} has values that are not finite")
+    divergence.refuse_other_copies(run.model, run.world, run.command_to_resume())
     progress.wall = run.wall()
     progress.best = progress.lower or progress.best
     state = {
@@ -471,17 +472,13 @@ def save_checkpoint(run: Run) -> None:
         "command": run.command(),
     }
     run.log.sync()  # so that a resumed run finds every step up to this one
-    run.last_saved = checkpoint.save(
+    run.writer.save(
         config.log_dir,
         model=run.model,
         optimizers=run.optimizers,
         state=state,
-        world=run.world,
         card=card,
     )
-    if run.world.is_main:
-        best = progress.best["step"] if progress.best else None
-        checkpoint.prune(config.log_dir, config.keep_checkpoints, best)
     run.last_save_time = time.perf_counter()
 
 
@@ -490,8 +487,9 @@ def end_interrupted(run: Run, problem: str) -> None:
     saved = f"{run.own_path()} is saved"
     if run.progress.step == 0:
         saved = "before the first update: nothing to save"
-    elif run.last_saved != run.own_path():
+    elif run.writer.settle() != run.own_path():
         save_checkpoint(run)
+        run.writer.settle()
     if run.world.is_main:
         plots.redraw(run.config.log_dir)
     saved += f"; go on with: {run.command_to_resume()}"
@@ -528,6 +526,7 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         raise UserError(explain_out_of_memory(batch_size, config)) from None
     finally:
         if run:
+            run.writer.thread.shutdown()  # no end of the run loses what is being written
             run.log.close()
 
 
@@ -548,6 +547,7 @@ def find_start(
 def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
     progress = run.progress
+    last = run.writer.settle()
     memory = peak_memory(run.world.device)
     wall = run.wall()
     run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
@@ -558,7 +558,7 @@ def finish(run: Run) -> None:
         drawn = Path(run.config.log_dir, "loss.png").exists() and plots.redraw(run.config.log_dir)
         try:
             report.write_report(run.config.log_dir, drawn)
-            say(report.last_words(run.config, run.last_saved, progress.best))
+            say(report.last_words(run.config, last, progress.best))
         except Exception as error:
             say(f"no report ({first_line(error)}): the run itself is complete")
 

@@ -10,7 +10,10 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +26,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from support import hf
 from support.common import UserError, first_line, hash_file, sync, writing
 
 if TYPE_CHECKING:
     from model import GPT
-    from support.distributed import World
+    from support.distributed import Stop, World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"
@@ -35,6 +39,7 @@ CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
 VERSION = 3  # of the training state
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+BESIDE = {"cuda"}  # devices that train on while a thread writes: a CPU would share its cores
 
 
 @dataclass
@@ -78,47 +83,92 @@ def step_of(path: Path) -> int:
 # -- writing
 
 
-def save(
-    log_dir: str | Path,
-    *,
-    model: GPT,
-    optimizers: list[torch.optim.Optimizer],
-    state: dict[str, Any],
-    world: World,
-    card: dict | None = None,
-) -> Path:
-    """Writes log_dir/ckpt_{step:06d} -> its path.
+@dataclass
+class Writer:
+    """Writes a run's checkpoints, on rank 0. On a GPU a thread does it, and training goes on.
 
-    model: before wrapping. state: plain values, with `step`. Every rank calls it; rank 0 writes.
-    Raises UserError if the disk is full or fails.
+    The thread has copies, and makes no collective. If it fails, Stop ends the run.
     """
-    final = path_of(log_dir, state["step"])
-    weights: dict = get_model_state_dict(model, options=FULL)
-    moments: dict = {"state": {}}
-    if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
-        moments = get_optimizer_state_dict(model, optimizers, options=FULL)
-    with world.fail_together(), writing(final):
-        if world.is_main:
-            sweep(final.parent)
+
+    stop: Stop
+    last: Path | None = None  # the newest one that all ranks know to be whole
+    keep: int = 0  # so many of the newest stay; 0: all
+    begun: Future[Path] | None = None
+    thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
+
+    def save(
+        self,
+        log_dir: str | Path,
+        *,
+        model: GPT,
+        optimizers: list[torch.optim.Optimizer],
+        state: dict[str, Any],
+        card: dict | None = None,
+    ) -> None:
+        """Begins to write log_dir/ckpt_{step:06d}; on a CPU, it is written. Every rank calls it.
+
+        model: before wrapping. state: plain values, with `step`. Raises UserError as settle does.
+        """
+        self.settle()
+        world = self.stop.world
+        final = path_of(log_dir, state["step"])
+        weights: dict = get_model_state_dict(model, options=FULL)
+        moments: dict = {"state": {}}
+        if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
+            moments = get_optimizer_state_dict(model, optimizers, options=FULL)
+        work = partial(Path, final)
+        if world.is_main:  # a tied weight has one name; FSDP swaps parameters in the next update
+            weights = {name: weights[name] for name, _ in model.named_parameters()}
             moments = resize_states(moments, model.without_padding)
-            refuse_full_disk(weights, moments, final)
-            beside = final.with_name(f".{final.name}.tmp")
-            try:
-                model.save_pretrained(beside, weights, card)
-                torch.save({**state, "version": VERSION, "optimizer": moments}, beside / STATE)
-                seal(beside, final)
-            except Exception as e:  # torch's and safetensors' writers have errors of their own
-                raise UserError(
-                    f"{final} cannot be written ({first_line(e)}); older files are intact"
-                ) from e
+            state = {**state, "version": VERSION, "optimizer": moments}
+            if "cpu" in BESIDE:  # there, these are the live tensors
+                weights, state = deepcopy((weights, state))
+            work = partial(write, final, model, weights, state, card or {}, self.keep)
+        if world.device.type in BESIDE:
+            self.begun = self.thread.submit(work)
+            self.begun.add_done_callback(self.note)
+        else:
+            with world.fail_together():
+                self.last = work()
+
+    def note(self, begun: Future[Path]) -> None:
+        with self.stop.noting_problems():
+            begun.result()
+
+    def settle(self) -> Path | None:
+        """Waits for the checkpoint that was begun -> the last one, if any. Every rank calls it.
+
+        Raises UserError if the disk is full or fails.
+        """
+        if self.begun:
+            with self.stop.world.fail_together():
+                self.last = self.begun.result()
+        return self.last
+
+
+def write(
+    final: Path, model: GPT, weights: hf.Weights, state: dict[str, Any], card: dict, keep: int
+) -> Path:
+    """Writes a checkpoint beside its place, renames it, and only then removes older ones."""
+    beside = final.with_name(f".{final.name}.tmp")
+    with writing(final):
+        sweep(final.parent)
+        refuse_full_disk(weights, state["optimizer"], final)
+    try:
+        hf.write_model(beside, model, weights, card)
+        torch.save(state, beside / STATE)
+        seal(beside, final)
+    except Exception as e:  # torch's and safetensors' writers have errors of their own
+        raise UserError(
+            f"{final} cannot be written ({first_line(e)}); older files are intact"
+        ) from e
+    prune(final.parent, keep, (state.get("best") or {}).get("step"))
     return final
 
 
-def refuse_full_disk(weights: dict, moments: dict, final: Path) -> None:
+def refuse_full_disk(weights: hf.Weights, moments: dict, final: Path) -> None:
     """Raises UserError if the disk has less room than a checkpoint needs."""
-    tensors = list({w.data_ptr(): w for w in weights.values()}.values())  # a tied one once
-    for values in moments["state"].values():
-        tensors += values.values()
+    tensors = [*weights.values(), *(x for s in moments["state"].values() for x in s.values())]
     need = sum(x.nbytes for x in tensors) + 2**22  # the tokenizer and the like
     final.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(final.parent).free
@@ -256,7 +306,7 @@ def set_aside(path: Path, state: str) -> None:
 
 
 def prune(log_dir: str | Path, keep: int, best: int | None = None) -> None:
-    """Removes all checkpoints but the `keep` newest and that of step `best`."""
+    """Removes all checkpoints but the `keep` newest and that of step `best`. keep 0: none."""
     for path in checkpoints(log_dir)[:-keep]:
         if step_of(path) != best:
             remove(path)

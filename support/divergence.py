@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from support.common import UserError, first_line
+from support.sharding import is_sharded
 
 if TYPE_CHECKING:
     from support.checkpoint import Progress
+    from support.distributed import World
 
 SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
 MOST_SKIPPED = 50  # updates in a row: the model learns nothing any more
@@ -60,11 +62,36 @@ def why_stop(progress: Progress, loss: float, norm: float, skipped: str) -> str:
 
 def find_not_finite(model: nn.Module) -> str:
     """A parameter with a value that is not finite in this process; empty if there is none."""
-    for name, p in model.named_parameters():
-        values: Any = p.detach()
-        if not getattr(values, "_local_tensor", values).isfinite().all():
-            return name
-    return ""
+    weights = local_weights(model)
+    finite = torch.stack([x.isfinite().all() for x in weights.values()]).tolist()  # one wait
+    return next((name for name, ok in zip(weights, finite, strict=True) if not ok), "")
+
+
+def refuse_other_copies(model: nn.Module, world: World, again: str) -> None:
+    """Raises UserError on all processes if they hold different weights. again: how to resume.
+
+    They compare sums of the weights' bits. Only equal shards have copies, one on each node.
+    """
+    if world.size == 1:
+        return
+    shards = world.shard_group_size if is_sharded(model) else 1
+    sums = torch.zeros(world.size, dtype=torch.int64)
+    bits = [x.view(torch.int32).sum(dtype=torch.int64) for x in local_weights(model).values()]
+    sums[world.rank] = torch.stack(bits).sum()
+    copies = world.sum(sums).view(-1, shards)
+    equal = (copies == copies[0]).all(0)
+    odd = [f"rank {i}: {n}" for i, n in enumerate(copies.flatten()) if not equal[i % shards]]
+    if odd:
+        raise UserError(
+            f"the processes hold different weights (sums of their bits: {', '.join(odd)}): a GPU "
+            "or a connection has made an error, so nothing is saved; go back to the last good "
+            f"checkpoint with: {again}"
+        )
+
+
+def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this process holds of each parameter."""
+    return {name: getattr(p.data, "_local_tensor", p.data) for name, p in model.named_parameters()}
 
 
 @contextmanager

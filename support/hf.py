@@ -209,10 +209,12 @@ def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> 
 # -- writing
 
 
-def write_model(directory: Path, model: GPT, state_dict: Weights, card: dict[str, Any]) -> None:
-    """Writes a complete Hugging Face directory. card: the rows of the model card."""
-    names = [name for name, _ in model.named_parameters()]  # a tied weight has one
-    weights = transposed({name: model.without_padding(name, state_dict[name]) for name in names})
+def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, Any]) -> None:
+    """Writes a complete Hugging Face directory. card: the rows of the model card.
+
+    It reads no parameter of the model itself, which may train on meanwhile.
+    """
+    weights = transposed({n: model.without_padding(n, w) for n, w in weights.items()})
     theirs = {name: w.contiguous() for name, w in weights.items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
@@ -220,7 +222,8 @@ def write_model(directory: Path, model: GPT, state_dict: Weights, card: dict[str
     shutil.copyfile(TOKENIZER_JSON, directory / "tokenizer.json")
     for name, content in json_files(asdict(model.config), model.fingerprint).items():
         (directory / name).write_text(json.dumps(content, indent=2))
-    text = model_card(model.num_params(), card, model.fingerprint.difference)
+    size = sum(w.numel() for w in weights.values())
+    text = model_card(size, card, model.fingerprint.difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 

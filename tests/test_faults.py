@@ -31,6 +31,7 @@ from conftest import (
 )
 from conftest import warm_train as train
 from contract import RIGHT, TOLD, assert_told, call, contents, judge
+from torch.utils._python_dispatch import TorchDispatchMode
 from warm import two_ranks
 
 import fineweb
@@ -38,7 +39,7 @@ from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, divergence
 from support.common import UserError, hash_file
-from support.distributed import World
+from support.distributed import Stop, World
 from support.log import Log, read_log, read_metrics
 from support.report import revision
 from support.resume import identify_data
@@ -95,14 +96,26 @@ def test_a_save_that_is_refused_leaves_the_checkpoint_before_it(tmp_path, monkey
     assert [contents(path) for path in tmp_path.iterdir()] == [before]
 
 
+class Reads(TorchDispatchMode):
+    """Counts how often the CPU asks for a value: it would wait for a GPU each time."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
 def test_weights_that_are_not_finite_are_not_saved(corpus, run_dir, monkeypatch, tiny):
     before = contents(run_dir / "ckpt_000006")
-    tiny.transformer.wte.weight.data[0, 0] = torch.inf
-    name = divergence.find_not_finite(tiny)
+    tiny.transformer.ln_f.bias.data[0] = torch.inf  # the last one
+    with Reads() as reads:
+        name = divergence.find_not_finite(tiny)
+    assert name == "transformer.ln_f.bias" and reads.count <= 1
     monkeypatch.setattr(divergence, "find_not_finite", lambda model: name)
     args = tiny_run(corpus, run_dir, "--max-steps 7 --checkpoint-every 7 --resume auto")
     done = call("train_gpt2.py", *args)
-    assert_told(done, "wte.weight has values that are not finite", "--resume auto --find-nan")
+    assert_told(done, "ln_f.bias has values that are not finite", "--resume auto --find-nan")
     assert read_metrics(run_dir / "metrics.jsonl")[-1]["type"] == "diverged"
     assert contents(run_dir / "ckpt_000006") == before and not (run_dir / "ckpt_000007").exists()
 
@@ -347,8 +360,9 @@ def save(log_dir: Path, step: int, weight: float = 0.0) -> Path:
     model.transformer.wte.weight.data[0, 0] = weight
     state = {"step": step}
     optimizers = model.configure_optimizers()
-    world = World("cpu")
-    return checkpoint.save(log_dir, model=model, optimizers=optimizers, state=state, world=world)
+    writer = checkpoint.Writer(Stop(World("cpu")))
+    writer.save(log_dir, model=model, optimizers=optimizers, state=state)
+    return writer.settle()
 
 
 # -- kills at every write, damaged shards, ranks that fail
@@ -404,9 +418,12 @@ def die_at(event: int) -> None:
     safetensors.torch.serialize_file = counted(safetensors.torch.serialize_file)
 
 
-@pytest.mark.parametrize("step", [2, 1])
-def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(tmp_path, step, outcome):
+@pytest.mark.parametrize("step, beside", [(2, "cuda"), (1, "cuda"), (2, "cpu")])
+def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
+    tmp_path, monkeypatch, step, beside, outcome
+):
     """step 2: a new checkpoint; step 1: one that replaces another of the same name."""
+    monkeypatch.setattr(checkpoint, "BESIDE", {beside})  # the devices for which a thread writes
     torch.set_num_threads(1)
     old = tmp_path / "old"
     save(old, step=1)
@@ -420,7 +437,7 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(tmp_pat
         assert not list(log_dir.glob(".ckpt*"))
         if ended:
             assert found.state["step"] == step
-        outcome("kills", f"a save of step {step}, event {log_dir.name}", RIGHT)
+        outcome("kills", f"a save of step {step}, {beside}, event {log_dir.name}", RIGHT)
 
 
 def test_shards_killed_at_any_write_are_those_of_a_run_left_alone(tmp_path, monkeypatch, outcome):
@@ -524,3 +541,18 @@ def test_a_save_that_fails_on_rank_0_ends_all_ranks_with_a_sentence(corpus, tmp_
     full_disk = dict(largest_file=50_000)
     done = train(corpus, tmp_path / "log", "--checkpoint-every", 1, **full_disk, **two_ranks())
     assert_told(done, "ckpt_000001 cannot be written", "rank 1: another process has failed")
+
+
+@pytest.mark.parametrize("steps, ranks", [(99, 1), (99, 2), (8, 2)])
+def test_a_thread_that_cannot_save_ends_all_ranks_at_the_next_update_or_at_the_end(
+    warm, corpus, run_dir, steps, ranks
+):
+    before = {path: contents(path) for path in checkpoint.checkpoints(run_dir)}
+    slow = ("--total-batch-size", 1024, "--batch-size", 1)  # many checks an update
+    flags = ("--max-steps", steps, "--checkpoint-every", 8, "--resume", "auto", *slow)
+    options = dict(largest_file=50_000, **(two_ranks() if ranks == 2 else {}))
+    done = warm.run("tests/beside.py", *tiny_run(corpus, run_dir, "", *flags), **options)
+    told = ["rank 1: another process has failed"] if ranks == 2 else []
+    assert_told(done, "ckpt_000008 cannot be written", "older files are intact", *told)
+    assert "done:" not in done.stdout and len(losses(run_dir)) < 16, "no later save finds it"
+    assert {path: contents(path) for path in checkpoint.checkpoints(run_dir)} == before

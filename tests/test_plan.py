@@ -20,7 +20,7 @@ from plan import PlanConfig
 from support import checkpoint
 from support.common import UserError
 from support.device import GPUS
-from support.distributed import World
+from support.distributed import Stop, World
 from support.memory import estimate_memory, fit_batch_size, state_memory
 
 
@@ -155,8 +155,9 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
     for each in optimizers:
         each.step()
     with World("cpu") as world:
-        saved = dict(model=model, optimizers=optimizers, state={"step": 1}, world=world)
-        path = checkpoint.save(tmp_path, **saved)
+        writer = checkpoint.Writer(Stop(world))
+        writer.save(tmp_path, model=model, optimizers=optimizers, state={"step": 1})
+    path = writer.last
     files = sum((path / name).stat().st_size for name in ("model.safetensors", checkpoint.STATE))
     parts = state_memory(model, TrainConfig(optimizer=optimizer), width=4)
     assert parts["weights"] + parts["moments"] == pytest.approx(files, rel=0.01)

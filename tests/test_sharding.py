@@ -6,6 +6,7 @@ What is tested here shows only in 16 bits, in compiled blocks, or on several pro
 import functools
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -22,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt2
 from config import parse_command_line
 from model import MLP
-from support import optim, sharding
+from support import divergence, optim, sharding
+from support.common import UserError
 from support.compile import compile_blocks
 from support.distributed import Stop, World
 from support.optim import clip_gradients
@@ -124,6 +126,12 @@ def first_gradients(world: World, strategy: str) -> tuple[str, list[float]]:
     return hashlib.sha256(bits).hexdigest(), [g.norm().item() for g in whole]
 
 
+def flip_a_bit(model) -> None:
+    """Changes one weight of this process by the least that there is."""
+    weights = divergence.local_weights(model)["transformer.ln_f.weight"]
+    weights.view(torch.int32)[0] ^= 1
+
+
 def measure_all() -> None:
     """What each process of torchrun runs. Rank 0 prints a measurement for each way."""
     torch.compile = functools.partial(torch.compile, backend="aot_eager")
@@ -137,8 +145,13 @@ def measure_all() -> None:
             found[way] = measure(world, strategy, bool(checkpointing), counts)
         for way in WAYS[:3]:
             gradients[way] = first_gradients(world, way)
+        model = random_model()
+        if world.rank == 1:
+            flip_a_bit(model)
+        with pytest.raises(UserError) as refused:
+            divergence.refuse_other_copies(model, world, "AGAIN")
         if world.is_main:
-            print(json.dumps([found, gradients]))
+            print(json.dumps([found, gradients, str(refused.value)]))
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +160,13 @@ def measured() -> list[dict]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_two_processes_whose_weights_differ_by_a_bit_are_told_so(measured):
+    numbers = re.search(r"rank 0: (-?\d+), rank 1: (-?\d+)\).*checkpoint with: AGAIN", measured[2])
+    assert abs(int(numbers[1]) - int(numbers[2])) == 1
+
+
 def test_every_sharding_in_16_bits_is_the_function_that_ddp_is(measured):
-    runs, gradients = measured
+    runs, gradients, _ = measured
     for run in runs.values():
         assert run["made"] == pytest.approx(runs["ddp"]["made"], rel=1e-6)
         assert run["uncompiled"] == 0
@@ -335,6 +353,24 @@ TWENTY = """--max-steps 20 --checkpoint-every 10 --keep-checkpoints 9 --total-ba
     --batch-size 1 --val-every 10 --val-tokens 160 --learning-rate 0.01"""
 
 
+def refusal(args: list[str], world: World) -> list[str]:
+    """The ranks in the sentence that ends a run if a bit of rank 1 flips before step 20."""
+
+    def evaluate(run):
+        if run.progress.step == 20 and world.rank == 1:
+            flip_a_bit(run.model)
+
+    config, typed = parse_command_line(args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt2, "evaluate_due", evaluate)
+        try:
+            train_gpt2.train(config, args, typed, world)
+        except UserError as error:
+            assert "--resume auto" in str(error) and not list(Path(config.log_dir).glob("*ckpt*"))
+            return re.findall(r"rank \d", str(error))
+    return []
+
+
 def resume_all(folder: Path, more: list[str]) -> None:
     """What each of four processes runs. Rank 0 prints, for each way, the hashes of two runs."""
     with World("cpu") as world:
@@ -352,18 +388,22 @@ def resume_all(folder: Path, more: list[str]) -> None:
                 last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
                 hashes.append(hashlib.sha256(last).hexdigest())
                 middle = ["--resume", log_dir / "ckpt_000010"]
+            args[args.index(str(folder / f"{way}-again"))] = str(folder / f"{way}-odd")
+            odd = refusal(args, world) if way in ("ddp", "2 × 2") else []  # where there are copies
             if world.is_main:
                 lines = (folder / f"{way}-whole" / "log.txt").read_text().split("\n")
                 values = [float(line.split()[2]) for line in lines if " train " in line]
-                print("found", json.dumps([way, hashes, values]))
+                print("found", json.dumps([way, hashes, values, odd]))
 
 
 def check_resumed(folder: Path, *flags: str) -> None:
     write_shards(folder / "shards")
     done = run_script("tests/test_sharding.py", folder, *flags, ranks=4, PYTHONPATH=str(ROOT))
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:5] == "found"]
-    assert [way for way, _, _ in found] == ["ddp", "zero1", "fsdp", "2 × 2"]
-    for way, (whole, again), curve in found:
+    odd = {way: ranks for way, _, _, ranks in found}
+    everyone = ["rank 0", "rank 1", "rank 2", "rank 3"]
+    assert odd == {"ddp": everyone, "zero1": [], "fsdp": [], "2 × 2": ["rank 1", "rank 3"]}
+    for way, (whole, again), curve, _ in found:
         assert whole == again, way
         assert curve == pytest.approx(found[0][2], rel=1e-3), way
         assert curve[-1] < curve[0] - 0.1, "it learns"

@@ -34,6 +34,8 @@ KINDS = {  # name: flags, processes
     "adamw, 2 ranks, zero1": ("--batch-size 1 --sharding zero1", 2),
     "adamw, 2 ranks, fsdp": ("--batch-size 1 --sharding fsdp", 2),
     "adamw, 2 ranks, compiled": ("--batch-size 1 --compile", 2),
+    "muon, saved beside": ("--optimizer muon", 1),
+    "adamw, 2 ranks, fsdp, saved beside": ("--batch-size 1 --sharding fsdp", 2),
 }
 OFTEN = """
     --max-steps 200 --checkpoint-every 3 --keep-checkpoints 2 --val-every 10 --val-tokens 160
@@ -60,7 +62,8 @@ def run(
     flags, processes = KINDS[kind]
     scored = ("--hellaswag-path", shards / "examples.jsonl")
     args = tiny_run(shards, log_dir, OFTEN + flags, *scored)
-    pid = warm.start("train_gpt2.py", *args, **(two_ranks() if processes == 2 else {}))
+    script = "tests/beside.py" if "beside" in kind else "train_gpt2.py"
+    pid = warm.start(script, *args, **(two_ranks() if processes == 2 else {}))
     if seconds is None:
         return warm.finish()
     time.sleep(seconds)

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -399,6 +400,75 @@ def test_ranks_save_by_the_clock_of_rank_0_and_an_update_makes_no_sum_for_it(sha
         if not saved:  # a save makes sums of its own
             update = done.stdout.partition("step     3 |")[2].partition("step     4 |")[0]
             assert update.count("rank 0: torch.int") == 2, "one for each micro-step"
+
+
+def write_later(monkeypatch, may_write) -> None:
+    """Makes a thread write checkpoints, each when may_write(its step) says so."""
+    write = checkpoint.write
+
+    def later(final, *rest):
+        end = time.monotonic() + 60
+        while not may_write(checkpoint.step_of(final)):
+            time.sleep(0.01)
+            assert time.monotonic() < end, "training waits for the checkpoint"
+        return write(final, *rest)
+
+    def here(self, *args, **options):
+        assert threading.current_thread() is threading.main_thread(), "FSDP swaps them"
+        return torch.nn.Module.named_parameters(self, *args, **options)
+
+    monkeypatch.setattr(checkpoint, "BESIDE", {"cpu"})
+    monkeypatch.setattr(checkpoint, "write", later)
+    monkeypatch.setattr(GPT, "named_parameters", here)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_run_trains_on_while_a_thread_writes_what_it_had_at_that_step(
+    corpus, tmp_path, monkeypatch, name
+):
+    log_dir = tmp_path / "log"
+    flags = f"--checkpoint-every 2 --keep-checkpoints 9 --optimizer {name}"
+    train(corpus, tmp_path / "whole", flags)
+    made = lambda: len(read_records(log_dir, "train"))  # noqa: E731
+    write_later(monkeypatch, lambda step: made() >= min(6, step + 2))
+    done = call("train_gpt2.py", *tiny_run(corpus, log_dir, flags))
+    assert done.returncode == 0 and f"--model {log_dir}/ckpt_000006" in done.stdout, done
+    for path in checkpoint.checkpoints(tmp_path / "whole"):
+        mine = log_dir / path.name
+        assert weights_hash(mine) == weights_hash(path) and not checkpoint.damage_of(mine)
+        moments = checkpoint.load_state(mine)["optimizer"]["state"]
+        for parameter, values in checkpoint.load_state(path)["optimizer"]["state"].items():
+            assert all(torch.equal(moments[parameter][key], x) for key, x in values.items())
+
+
+@pytest.mark.parametrize("end", ["diverged", "signal", "full disk"])
+def test_the_end_of_a_run_names_only_checkpoints_that_are_written(
+    corpus, tmp_path, monkeypatch, end
+):
+    ended: list[int] = []
+
+    def why_stop(progress, *_):
+        if progress.step < 2:
+            return ""
+        ended.append(progress.step)
+        if end == "diverged":
+            return "it is bad"
+        return signal.raise_signal(signal.SIGTERM)
+
+    def may_write(step):
+        if (step, end) == (3, "full disk"):
+            raise UserError("the disk is full")
+        return ended
+
+    monkeypatch.setattr(divergence, "why_stop", why_stop)
+    write_later(monkeypatch, may_write)
+    done = call("train_gpt2.py", *tiny_run(corpus, tmp_path / "log", "--checkpoint-every 2"))
+    words = {"diverged": "last checkpoint: {}/ckpt_000002", "signal": "{}/ckpt_000003 is saved"}
+    said = done.stdout + done.stderr
+    assert words.get(end, "the disk is full").format(tmp_path / "log") in said
+    assert (done.returncode == 0) == ("is saved" in said) == (end == "signal")
+    last = tmp_path / "log" / ("ckpt_000003" if end == "signal" else "ckpt_000002")
+    assert checkpoint.checkpoints(tmp_path / "log")[-1] == last and not checkpoint.damage_of(last)
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1"])
@@ -855,10 +925,9 @@ def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(r
 def test_a_checkpoint_before_the_first_update_that_counts_makes_no_step(tiny, tmp_path):
     """float16 skips updates that overflow. PyTorch would step to have a state to save."""
     optimizers = tiny.configure_optimizers()
-    with World("cpu") as world:
-        saved = dict(model=tiny, optimizers=optimizers, state={"step": 1}, world=world)
-        path = checkpoint.save(tmp_path, **saved)
-    checkpoint.load_optimizers(tiny, optimizers, checkpoint.load_state(path)["optimizer"])
+    writer = checkpoint.Writer(Stop(WORLD))
+    writer.save(tmp_path, model=tiny, optimizers=optimizers, state={"step": 1})
+    checkpoint.load_optimizers(tiny, optimizers, checkpoint.load_state(writer.last)["optimizer"])
     assert not optimizers[0].state
 
 
