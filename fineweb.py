@@ -12,7 +12,6 @@ same shards, byte for byte. Memory stays flat: under 1 GB for this process.
 
 import glob
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -21,7 +20,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,11 +35,13 @@ from support.common import (
     UserError,
     hash_file,
     parse_flags,
+    reading,
     write_whole,
+    writing,
 )
 from support.decontaminate import Benchmark, cut_out
 from support.shards import write_shard
-from support.text import File, Place, Text, find_changes, find_sources, one_sentence, read_batches
+from support.text import File, Place, Text, find_changes, find_sources, read_batches
 from support.tokenizer import EOT, encode_to_arrays
 from support.workers import map_ahead, run_and_exit, start_pool
 
@@ -100,101 +102,80 @@ def prepare_worker(benchmark: Benchmark | None) -> None:
 # -- the stream
 
 
-@dataclass(frozen=True)
-class Cursor:
-    """Where a shard begins."""
-
-    place: Place  # of the batch in which it begins
-    counts: dict[str, int]  # COUNTS of all texts before the batch
-    token: int = 0  # tokens of the batch that earlier shards hold
-
-
-Stream = Iterator[tuple[Cursor, np.ndarray]]  # batch after batch: where it begins, its tokens
+Before = tuple[Place, dict[str, int]]  # where a batch begins, and COUNTS of all texts before it
+Stream = Iterator[tuple[Before, np.ndarray]]  # of batches: what is before each, and its tokens
 
 
 def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> Stream:
     """Yields each batch, up to `limit` tokens in all, and adds its COUNTS to `counts`."""
     for place, (tokens, added) in batches:
-        cursor = Cursor(place, dict(counts))
+        before = (place, dict(counts))
         counts.update(added)
-        bar.update(len(tokens[:limit]))
-        yield cursor, tokens[:limit]
+        tokens = tokens[:limit]
+        bar.update(len(tokens))
+        yield before, tokens
         limit -= len(tokens)
-        if limit <= 0:
+        if not limit:
             return
 
 
 # -- packing
 
 
+def hold_out(stream: Stream, size: int, val_tokens: int, num_documents: int) -> tuple[int, Stream]:
+    """The number of tokens for validation, the first ones, and the stream with all of its tokens.
+
+    If a source holds out documents, it is what the first `num_documents` have. Else it is
+    `val_tokens`, by default a shard of `size` tokens, or 5% of a text that does not fill two. If
+    the next document starts near, the tokens up to its start are added.
+    """
+    head: deque = deque()
+    total = 0  # tokens in the head: those of two shards, or all if there are fewer
+    starts: list[int] = []  # of its documents
+    while total < 2 * max(size, val_tokens) and (batch := next(stream, None)):
+        head.append(batch)
+        starts += (total + np.flatnonzero(batch[1] == EOT)).tolist()
+        total += len(batch[1])
+    if num_documents:
+        wanted = starts[num_documents] if num_documents < len(starts) else total
+    elif val_tokens:
+        wanted = val_tokens
+    elif total >= 2 * size:
+        wanted = size
+    else:
+        wanted = max(1, total // 20)
+    if wanted >= total:
+        raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
+    near = (start for start in starts if wanted <= start <= min(2 * wanted, size))
+    # each batch leaves `head` as it is packed: a list would hold all of them to the end
+    return next(near, wanted), chain((head.popleft() for _ in range(len(head))), stream)
+
+
 def pack(
-    stream: Stream, size: int, val_tokens: int, index: int = 0, done: int = 0, held_out: int = 0
-) -> Iterator[tuple[int, list[np.ndarray], Cursor]]:
-    """Cuts the stream into shards of `size` tokens: yields (index, its tokens in slices, cursor).
+    stream: Stream, size: int, first: int, done: int = 0
+) -> Iterator[tuple[list[np.ndarray], Before, int]]:
+    """Cuts the stream into shards of `size` tokens, but `first` tokens in the first one.
 
     Documents lie end to end, and a shard may end inside one, because training reads one long
-    stream. The slices of the batches are written one after another: nothing is copied.
-
-    The cursor with a shard says where the next one begins. To resume there, give a stream that
-    starts with its batch, and its `token` as `done`. The shards depend on no other state, so a
-    killed run makes the same shards as an uninterrupted one.
-
-    Shard 0 is for validation. Its size depends on the first tokens, as many as two shards hold.
+    stream. A shard comes as slices of the batches, to be written one after another: nothing is
+    copied. With it comes where the next one begins: what is before the batch, and its `done` tokens
+    that are packed. To resume there, give a stream that starts with this batch, and `done`. The
+    shards depend on no other state, so a killed run makes the same ones as an uninterrupted one.
     """
-    missing = size  # tokens, until the shard is full
-    if index == 0:
-        head = take_tokens(stream, 2 * size)
-        missing = choose_val_tokens([t for _, t in head], size, val_tokens, held_out)
-        # each batch leaves `head` as it is packed: a list would hold all of them to the end
-        stream = itertools.chain((head.popleft() for _ in range(len(head))), stream)
     slices: list[np.ndarray] = []
-    for cursor, tokens in stream:
+    missing = first  # tokens, until the shard is full
+    for before, tokens in stream:
         while done < len(tokens):
             slices.append(tokens[done : done + missing])
             done += len(slices[-1])
             missing -= len(slices[-1])
             if not missing:
-                yield index, slices, replace(cursor, token=done)
-                index += 1
+                yield slices, before, done
                 slices = []
                 missing = size
         done = 0
     if slices:
-        yield index, slices, replace(cursor, token=len(tokens))
-
-
-def take_tokens(stream: Stream, count: int) -> deque:
-    """The next items of a stream, with at least `count` tokens, or all."""
-    head: deque = deque()
-    while count > 0 and (item := next(stream, None)):
-        head.append(item)
-        count -= len(item[1])
-    return head
-
-
-def choose_val_tokens(head: list, shard_size: int, val_tokens: int, held_out: int) -> int:
-    """The number of tokens for validation. head: the tokens of two shards, or all if fewer.
-
-    If a source holds out documents, it is what the first `held_out` have. Else it is `val_tokens`,
-    by default a whole shard, or 5% if two shards do not fill. If the next document starts near, the
-    tokens up to its start are added.
-    """
-    begins = np.cumsum([0, *map(len, head)])
-    total = int(begins[-1])
-    starts = [at + np.flatnonzero(batch == EOT) for at, batch in zip(begins, head, strict=False)]
-    documents = np.concatenate([np.zeros(0, int), *starts])
-    if held_out:
-        wanted = int(documents[held_out]) if held_out < len(documents) else total
-    elif val_tokens:
-        wanted = val_tokens
-    elif total >= 2 * shard_size:
-        wanted = shard_size
-    else:
-        wanted = max(1, total // 20)
-    if wanted >= total:
-        raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
-    near = documents[(documents >= wanted) & (documents <= min(2 * wanted, shard_size))]
-    return int(near[0]) if len(near) else wanted
+        yield slices, before, len(tokens)
 
 
 # -- the manifest: how the shards were made, what is in them, where to go on
@@ -238,7 +219,7 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
 def read_manifest(folder: Path) -> dict:
     """Raises UserError if the manifest is missing, or is not what `write_manifest` has written."""
     path = folder / MANIFEST
-    with one_sentence(f"{path} cannot be read"):
+    with reading(path):
         manifest = json.loads(path.read_bytes())
         if manifest.pop("checksum") != checksum(manifest):
             raise UserError(f"{path} is damaged; to verify or to go on, put back a copy")
@@ -267,15 +248,17 @@ def verify_shards(folder: Path) -> str:
 # -- one start of the command
 
 
+OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
+
+
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     from filelock import FileLock, Timeout
 
-    options = asdict(config) | {"source": list(config.source)}
-    for flag in ("data_dir", "workers", "overwrite", "verify"):  # they do not change the shards
-        del options[flag]
+    options = {k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS}
+    options["source"] = list(config.source)  # as JSON has it
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    with one_sentence(f"{folder} cannot be written"):
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
     try:
@@ -334,24 +317,20 @@ def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]
         unit_scale=True,
         disable=None,  # None: only in a terminal
     )
-    # each of these steps is lazy: it works when the next one asks
-    texts = read_batches(files, begin["file"], begin["text"])
-    batches = map_ahead(pool, tokenize, texts, ahead=2 * config.workers + 1)
-    stream = stream_tokens(batches, limit, counts, bar)
-    shards = pack(
-        stream,
-        config.shard_size,
-        config.val_tokens,
-        index=len(manifest["shards"]),
-        done=begin["token"],
-        held_out=sum(file.held_out for file in files),
-    )
     with bar, ThreadPoolExecutor(1) as writer:
-        writing = writer.submit(lambda: None)  # never two at a time: shards are large
-        for shard in shards:
-            writing.result()
-            writing = writer.submit(save_shard, folder, manifest, files, *shard)
-        writing.result()
+        # each of these steps is lazy: it works when the next one asks
+        texts = read_batches(files, begin["file"], begin["text"])
+        batches = map_ahead(pool, tokenize, texts, ahead=2 * config.workers + 1)
+        stream = stream_tokens(batches, limit, counts, bar)
+        size = config.shard_size
+        if not manifest["shards"]:
+            held_out = sum(file.held_out for file in files)
+            size, stream = hold_out(stream, size, config.val_tokens, held_out)
+        saving = writer.submit(lambda: None)  # never two at a time: shards are large
+        for shard in pack(stream, config.shard_size, first=size, done=begin["token"]):
+            saving.result()
+            saving = writer.submit(save_shard, folder, manifest, files, *shard)
+        saving.result()
     if manifest["tokens"] != config.max_tokens:
         manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
     manifest["counts"] = dict(counts)
@@ -360,9 +339,10 @@ def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]
 
 
 def save_shard(
-    folder: Path, manifest: dict, files: list[File], index: int, slices: list, cursor: Cursor
+    folder: Path, manifest: dict, files: list[File], slices: list, before: Before, done: int
 ) -> None:
     """Writes a shard, then the manifest: there is always a place to go on from."""
+    index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
             old = glob.escape(read_manifest(folder)["options"]["name"])
@@ -373,13 +353,13 @@ def save_shard(
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
-    file, text, last, stamp = cursor.place
+    (file, text, last, stamp), counts = before
     stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
     manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})
     manifest["tokens"] += count
-    manifest["counts"] = cursor.counts
-    manifest["cursor"] = {"file": file, "text": text, "token": cursor.token}
+    manifest["counts"] = counts
+    manifest["cursor"] = {"file": file, "text": text, "token": done}
     write_manifest(folder, manifest)
 
 
@@ -395,20 +375,15 @@ def load_benchmark(path: str) -> Benchmark:
 
 
 def check_flags(config: Config) -> None:
-    """Raises UsageError with all flags that do not fit each other."""
-    problems = []
-    if config.val_tokens > config.shard_size:
-        problems.append(f"--val-tokens {config.val_tokens}: --shard-size is {config.shard_size}")
+    """Raises UsageError for flags that do not fit each other."""
     if not config.source:
-        problems.append("--source names nothing to read")
+        raise UsageError("--source names nothing to read")
     other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
     if "python" in config.source and other_rule:
-        problems.append(
+        raise UsageError(
             "--source python contains stdlib, and holds out whole packages: "
             "leave out stdlib, --val-tokens and --decontaminate"
         )
-    if problems:
-        raise UsageError(*problems)
 
 
 def name_after(source: str) -> str:

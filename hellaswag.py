@@ -25,10 +25,11 @@ from tqdm import tqdm
 
 from model import GPT
 from support import tokenizer
-from support.common import CountOrZero, UserError, parse_flags, run_script, write_whole
+from support.common import CountOrZero, UserError, parse_flags, reading, run_script, write_whole
 from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
 from support.distributed import Stop, World, several
 from support.generation import pad
+from support.text import download
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BLOB_ID = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's hash of this file
@@ -38,22 +39,11 @@ Example = dict[str, Any]  # the text `ctx`, four texts `endings`, and `label`, t
 # -- examples
 
 
-def download() -> Path:
-    """The official validation split, downloaded to hellaswag/ if it is not there.
-
-    Raises OSError if the network fails, and UserError for a full disk or another file.
-    """
-    import requests
-    from requests.adapters import HTTPAdapter, Retry
-
+def find_official() -> Path:
+    """The official validation split, downloaded to hellaswag/ if it is not there."""
     path = Path("hellaswag") / URL.rpartition("/")[2]
     if not path.exists():
-        retry = Retry(2, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
-        session = requests.Session()
-        session.mount(URL, HTTPAdapter(max_retries=retry))
-        response = session.get(URL, timeout=(3, 20))  # seconds to connect, to wait
-        response.raise_for_status()
-        write_whole(path, response.content)
+        write_whole(path, download(URL))
     content = path.read_bytes()
     if hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() != BLOB_ID:
         raise UserError(f"{path} is not HellaSwag's official file: delete it to download it again")
@@ -65,14 +55,10 @@ def iterate_examples(path: str | Path = "") -> Iterator[Example]:
 
     Raises UserError if it cannot read them, and at the first line that is not an example.
     """
-    try:
-        path = path or download()
+    mend = "name its jsonl file by --path, or in training and fineweb.py by --hellaswag-path"
+    with reading("HellaSwag", mend):
+        path = path or find_official()
         lines = Path(path).read_bytes().splitlines()
-    except OSError as error:
-        raise UserError(
-            f"HellaSwag cannot be read ({error}): "
-            "name its jsonl file by --path, or in training and fineweb.py by --hellaswag-path"
-        ) from error
     if not any(lines):
         raise UserError(f"{path} is empty: download it again")
     for number, line in enumerate(lines, 1):

@@ -16,10 +16,18 @@ import torch
 
 from model import GPT
 from support import generation
-from support.common import Amount, Count, Range, UsageError, UserError, parse_flags, run_script
+from support.common import (
+    Amount,
+    Count,
+    Range,
+    UsageError,
+    UserError,
+    parse_flags,
+    reading,
+    run_script,
+)
 from support.compile import why_not_compile
 from support.device import evaluation_mode, pick_device, pick_dtype
-from support.hf import reading
 from support.tokenizer import EOT, check_vocabulary, encode, get_tokenizer, replace_surrogates
 
 PROMPT = "Hello, I'm a language model,"

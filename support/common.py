@@ -4,6 +4,7 @@ import errno
 import hashlib
 import os
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -131,6 +132,19 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
 
 
 # -- files
+
+
+@contextmanager
+def reading(name: str | Path, mend: str = "fix that to go on") -> Iterator[None]:
+    """Turns any error of a library into one sentence: `name` cannot be read, and why."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        said = str(error).partition("This file can still")[0]  # PyTorch would have us run its code
+        reason = f"{type(error).__name__}: {textwrap.shorten(said, 400)}"
+        raise UserError(f"{name} cannot be read ({reason}); {mend}") from error
 
 
 @contextmanager

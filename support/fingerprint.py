@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.common import UserError, first_line
-from support.hf import EMBEDDING, POSITIONS, Fingerprint, Pretrained, reading
+from support.common import UserError, first_line, reading
+from support.hf import EMBEDDING, POSITIONS, Fingerprint, Pretrained
 
 if TYPE_CHECKING:
     from model import GPT, GPTConfig
@@ -29,34 +29,32 @@ LARGE = 100.0  # times the logits of the made-up parameters are a trained model'
 @torch.random.fork_rng(devices=[])
 @torch.no_grad()
 def take_fingerprint(model: GPT) -> Fingerprint:
-    """Compares a model's tensors with GPT-2's, and what a tiny model of its class computes."""
+    """Compares a model's tensors with GPT-2's, and what a tiny model of its class computes.
+
+    Its loss is of logits as large as a trained model's, because only there would a cap show.
+    """
     config = replace(model.config, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
     try:
         with torch.device("cpu"):
             idx = numbers("idx", 1, config.block_size).abs().mul(config.vocab_size - 1).long()
             targets = idx.flip(1)
             targets[:, 1::3] = -1  # a third is ignored
-            logits, loss = run(type(model)(config).float().eval(), idx, targets)
+            tiny = type(model)(config).float().eval()
+            for name, p in tiny.named_parameters():
+                p.copy_(made_up(name, *p.shape))
+            logits = tiny(idx)[0]
+            for name, p in tiny.named_parameters():
+                if name.startswith("transformer.ln_f."):  # the logits are linear in these
+                    p.mul_(LARGE)
+            loss = tiny(idx, targets)[1].item()
+            if not (logits.isfinite().all() and math.isfinite(loss)):
+                raise ValueError("its logits or its loss are not finite")
             expected = gpt2(made_up, idx, config)
             expected_loss = F.cross_entropy(LARGE * expected[0], targets[0], ignore_index=-1).item()
             difference = other_tensor(model) or other_output(logits, loss, expected, expected_loss)
     except Exception as error:  # changed code may raise anything
         return Fingerprint(f"a tiny model cannot be compared: {first_line(error)}", [], 0.0)
     return Fingerprint(difference, logits.flatten()[:: max(1, logits.numel() // 64)].tolist(), loss)
-
-
-def run(tiny: GPT, idx: Tensor, targets: Tensor) -> tuple[Tensor, float]:
-    """The logits, and the loss of logits as large as a trained model's: there a cap would show."""
-    for name, p in tiny.named_parameters():
-        p.copy_(made_up(name, *p.shape))
-    logits = tiny(idx)[0]
-    for name, p in tiny.named_parameters():
-        if name.startswith("transformer.ln_f."):  # the logits are linear in these
-            p.mul_(LARGE)
-    loss = tiny(idx, targets)[1].item()
-    if not (logits.isfinite().all() and math.isfinite(loss)):
-        raise ValueError("its logits or its loss are not finite")
-    return logits, loss
 
 
 def numbers(name: str, *shape: int) -> Tensor:

@@ -8,13 +8,8 @@ code is a GPT-2. Otherwise it says "gpt2-changed", and keeps all fields of GPTCo
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-import shutil
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import UserError
+from support.common import UserError, reading
 from support.tokenizer import EOT, TOKENIZER_JSON, VOCAB_SIZE
 
 if TYPE_CHECKING:
@@ -59,16 +54,6 @@ class Pretrained(NamedTuple):
     weights: Weights
     origin: str  # whose files they are, for the user
     fingerprint: Fingerprint | None = None  # of the changed code that wrote them
-
-
-@contextmanager
-def reading(name: str | Path) -> Iterator[None]:
-    """Turns any error into one sentence, without the advice that PyTorch adds."""
-    try:
-        yield
-    except Exception as error:
-        reason = textwrap.shorten(str(error).partition(". ")[0], 200)
-        raise UserError(f"{name} cannot be read: {reason}") from error
 
 
 def transposed(weights: Weights) -> Weights:
@@ -109,15 +94,15 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
     """Reads config.json -> fields of GPTConfig, and the fingerprint of a changed GPT-2."""
     path = directory / "config.json"
     with reading(path):
-        exists = path.exists()
-    if not exists:
-        here = ", ".join(sorted(map(str, directory.glob("ckpt_*")))) or "none"
-        raise UserError(f"{path} is missing: give a model (checkpoints here: {here})")
-    with reading(path):
+        if not path.exists():
+            here = ", ".join(sorted(map(str, directory.glob("ckpt_*")))) or "none"
+            raise UserError(f"{path} is missing: give a model (checkpoints here: {here})")
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
-            outputs = theirs["fingerprint"], theirs.get("loss", math.nan)
-            return theirs["gpt_config"], Fingerprint(theirs["difference"], *outputs)
+            loss = theirs.get("loss", float("nan"))  # older files lack it
+            return theirs["gpt_config"], Fingerprint(
+                theirs["difference"], theirs["fingerprint"], loss
+            )
         for key, value in OPENAI.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
@@ -144,8 +129,8 @@ class TheirConfig:
 
 def read_pt(path: Path) -> Pretrained:
     """Reads nanoGPT's `ckpt.pt` or build-nanogpt's `model_*.pt`, and runs no code in it."""
-    modules = ("__main__", "train_gpt2", "model")
-    stand_ins: list[Any] = [(TheirConfig, f"{module}.GPTConfig") for module in modules]
+    names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
+    stand_ins: list[Any] = [(TheirConfig, name) for name in names]
     name = f"{path}, as a checkpoint of nanoGPT or build-nanogpt,"
     with reading(name), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
@@ -215,11 +200,11 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
     It reads no parameter of the model itself, which may train on meanwhile.
     """
     weights = transposed({n: model.without_padding(n, w) for n, w in weights.items()})
-    theirs = {name: w.contiguous() for name, w in weights.items()}
+    weights = {name: w.contiguous() for name, w in weights.items()}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(theirs, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
-    shutil.copyfile(TOKENIZER_JSON, directory / "tokenizer.json")
+    (directory / "tokenizer.json").write_bytes(TOKENIZER_JSON.read_bytes())
     for name, content in json_files(asdict(model.config), model.fingerprint).items():
         (directory / name).write_text(json.dumps(content, indent=2))
     size = sum(w.numel() for w in weights.values())
@@ -232,16 +217,14 @@ def json_files(fields: dict[str, Any], fingerprint: Fingerprint) -> dict[str, di
     T = fields["block_size"]
     ends = dict(bos_token_id=EOT, eos_token_id=EOT)
     gpt2: dict[str, Any] = dict(
+        **OPENAI,
         architectures=["GPT2LMHeadModel"],
-        model_type="gpt2",
         vocab_size=fields["vocab_size"],
         n_positions=T,
         n_ctx=T,
         n_layer=fields["n_layer"],
         n_head=fields["n_head"],
         n_embd=fields["n_embd"],
-        activation_function="gelu_new",
-        layer_norm_epsilon=1e-5,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # no dropout
         **ends,
         dtype="float32",
@@ -254,35 +237,47 @@ def json_files(fields: dict[str, Any], fingerprint: Fingerprint) -> dict[str, di
         fingerprint=fingerprint.logits,
         loss=fingerprint.loss,
     )
-    # transformers' pipeline asks any model for 256 tokens, and cannot slide the window
-    generation = dict(**ends, max_new_tokens=min(256, T // 2))
-    tokenizer = dict(tokenizer_class="GPT2Tokenizer", model_max_length=T, add_prefix_space=False)
-    tokenizer |= dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
     return {
         "config.json": changed if fingerprint.difference else gpt2,
-        "generation_config.json": generation,
-        "tokenizer_config.json": tokenizer,
+        # transformers' pipeline asks any model for 256 tokens, and cannot slide the window
+        "generation_config.json": dict(**ends, max_new_tokens=min(256, T // 2)),
+        "tokenizer_config.json": dict(
+            tokenizer_class="GPT2Tokenizer",
+            model_max_length=T,
+            add_prefix_space=False,
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+        ),
     }
+
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+---
+# GPT-2, {size} parameters
+
+| | |
+|---|---|
+{rows}
+`transformers.pipeline("text-generation", "this directory")` runs it;
+so does `python sample.py --model` where it was trained.
+"""
+CHANGED_CARD = """---
+pipeline_tag: text-generation
+---
+# A changed GPT-2, {size} parameters
+
+| | |
+|---|---|
+{rows}
+This is not a GPT-2: {difference}. transformers cannot run it;
+`python sample.py --model` of the code that wrote it can.
+"""
 
 
 def model_card(num_params: int, facts: dict[str, object], difference: str) -> str:
     """The README.md of a model directory."""
     escaped = {name: str(value).replace("|", "\\|") for name, value in facts.items()}
     rows = "".join(f"| {name} | {value} |\n" for name, value in escaped.items())
-    library = "" if difference else "library_name: transformers\n"
-    kind = "A changed GPT-2" if difference else "GPT-2"
-    use = """`transformers.pipeline("text-generation", "this directory")` runs it;
-so does `python sample.py --model` where it was trained."""
-    if difference:
-        use = f"""This is not a GPT-2: {difference}. transformers cannot run it;
-`python sample.py --model` of the code that wrote it can."""
-    return f"""---
-{library}pipeline_tag: text-generation
----
-# {kind}, {num_params / 1e6:,.0f}M parameters
-
-| | |
-|---|---|
-{rows}
-{use}
-"""
+    card = CHANGED_CARD if difference else CARD
+    return card.format(size=f"{num_params / 1e6:,.0f}M", rows=rows, difference=difference)

@@ -61,8 +61,8 @@ def estimate_memory(
     if shape.activation_checkpointing:  # the backward pass recomputes a block when the loss is gone
         kept = residual
         loss = max(loss, block)
-    parts = state_memory(model, config, width, processes)
-    return parts | {"activations": shape.n_layer * kept + last, "loss": loss}
+    state = state_memory(model, config, width, processes)
+    return state | {"activations": shape.n_layer * kept + last, "loss": loss}
 
 
 def state_memory(model: GPT, config: TrainConfig, width: int, processes: int = 1) -> dict[str, int]:
@@ -74,24 +74,22 @@ def state_memory(model: GPT, config: TrainConfig, width: int, processes: int = 1
     moments = 2 * weights
     if config.optimizer == "muon":  # one moment for each matrix of a block
         moments -= FLOAT32 * matrices
+    sharding = config.sharding if processes > 1 else ""
+    shards = processes if sharding in ("zero1", "fsdp") else 1
     parts = {
-        "weights": weights,
+        "weights": weights // shards,
         "weight copies": width * matrices if width < FLOAT32 else 0,  # autocast makes them
-        "gradients": weights,
-        "DDP buckets": 0,
-        "moments": moments,
+        "gradients": weights // shards,
+        # beside the gradients of the earlier micro-steps
+        "DDP buckets": weights if sharding == "ddp" else 0,
+        "moments": moments // shards,
     }
-    if processes > 1 and config.sharding == "ddp":
-        parts["DDP buckets"] = weights  # beside the gradients of the earlier micro-steps
-    elif processes > 1:
-        for part in ("weights", "gradients", "moments"):
-            parts[part] //= processes
-        if config.sharding == "zero1":  # all is whole until the update's last backward pass
-            parts["weight copies"] += weights
-            parts["gradients"] += weights
-        else:  # the embeddings, this block and the next; a block's gradient, and its buffer
-            gathered = N - blocks + 4 * blocks // model.config.n_layer
-            parts["weight copies"] += FLOAT32 * gathered
+    if sharding == "zero1":  # all is whole until the update's last backward pass
+        parts["weight copies"] += weights
+        parts["gradients"] += weights
+    if sharding == "fsdp":  # the embeddings, this block and the next; its gradient and its buffer
+        gathered = N - blocks + 4 * blocks // model.config.n_layer
+        parts["weight copies"] += FLOAT32 * gathered
     return parts
 
 
@@ -198,5 +196,6 @@ def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:
         mend = f"--batch-size {batch_size // 2}"
     elif not config.activation_checkpointing:
         mend = "--activation-checkpointing"
-    problem = f"out of GPU memory with a micro-batch of {batch_size}"
-    return f"{problem}: add {mend}; the run stays the same"
+    return (
+        f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; the run stays the same"
+    )

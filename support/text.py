@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import distributions
@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any
 
-from support.common import UserError, first_line, hash_file
+from support.common import UserError, hash_file, reading
 from support.decontaminate import Benchmark, cut_out
 
 HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
@@ -72,37 +72,25 @@ class File:
 def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
     """All files, each once. A dataset has its commit in `commits`; new ones are added there."""
     unique: dict[str | File, File] = {}
+    files: Iterable[File]
     for source in options["source"]:
         name = HUB.get(source, source)
-        with one_sentence(f"{name} cannot be read"):
+        with reading(name):
             if name.startswith("hub:"):
                 revision = commits.get(source) or options["revision"]
-                files = list(find_on_hub(name, options["column"], revision))
+                files = find_on_hub(name, options["column"], revision)
             elif source == "stdlib":
-                files = [File(str(n), partial(read_text, p)) for n, p in shuffle(find_stdlib())]
+                files = (File(str(n), partial(read_text, p)) for n, p in shuffle(find_stdlib()))
             elif source == "python":
-                files = list(find_python())
+                files = find_python()
             elif source == "tinyshakespeare":
                 files = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE))]
             else:
-                files = list(find_local(source, options["column"]))
-        commits[source] = files[0].commit
-        for file in files:
-            unique.setdefault(os.path.realpath(file.name) if file.local else file, file)
+                files = find_local(source, options["column"])
+            for file in files:
+                unique.setdefault(os.path.realpath(file.name) if file.local else file, file)
+                commits[source] = file.commit
     return list(unique.values())
-
-
-@contextmanager
-def one_sentence(problem: str) -> Iterator[None]:
-    """Turns errors, whatever a library raises, into a UserError that begins with the problem."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"{problem} ({type(error).__name__}: {first_line(error)}); fix that to go on"
-        ) from error
 
 
 def find_stdlib() -> dict[PurePath, str]:
@@ -231,14 +219,23 @@ def has_changed(path: str, column: str, stamp: list) -> bool:
 def open_file(path: str) -> Any:
     """Opens a file, decompressed if its name says so, or a text on the web, as bytes."""
     if path.startswith("http"):
-        import requests
-
-        answer = requests.get(path, timeout=(3, 10))  # seconds to connect, and without a byte
-        answer.raise_for_status()
-        return io.BytesIO(answer.content)
+        return io.BytesIO(download(path))
     import fsspec
 
     return fsspec.open(path, compression="infer")
+
+
+def download(url: str) -> bytes:
+    """The content behind a URL. Asks a busy server three times. Raises OSError."""
+    import requests
+    from requests.adapters import HTTPAdapter, Retry
+
+    retry = Retry(2, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
+    with requests.Session() as session:
+        session.mount(url, HTTPAdapter(max_retries=retry))
+        response = session.get(url, timeout=(3, 20))  # seconds to connect, and without a byte
+        response.raise_for_status()
+    return response.content
 
 
 def read_text(path: str, column: str = "") -> Iterator[Text]:
@@ -276,11 +273,11 @@ def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text
 
 def read_jsonl(path: str, column: str) -> Iterator[Text]:
     """Yields the text that each line, a JSON object, has under `column`."""
-    expected = f"a JSON object with a text as its {column!r} (--column) was expected"
+    expected = f"as a JSON object with a text as its {column!r} (--column),"
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                with one_sentence(f"{path}, line {number}: {expected}"):
+                with reading(f"{path}, line {number}, {expected}"):
                     text = json.loads(line)[column] + ""  # a TypeError if it is not a text
                 yield text, True
 
@@ -334,7 +331,7 @@ def read_patiently(file: File) -> Iterator[tuple[Text, Any]]:
     """Yields each text and, of a local file, the hash of all so far. Retries if the hub fails."""
     sha256 = hashlib.sha256()
     number = 0
-    with one_sentence(f"{file.name} cannot be read"):
+    with reading(file.name):
         if file.local:
             status = os.stat(file.name)
             file.stamp = (status.st_size, status.st_mtime_ns, hash_file(Path(file.name)))

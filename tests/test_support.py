@@ -16,7 +16,7 @@ import pytest
 import same_bits
 from conftest import ROOT, run_program
 
-from support.common import UserError, run_script, write_whole
+from support.common import UserError, reading, run_script, write_whole
 from support.device import GPUS, fall_back_to_cpu
 from support.distributed import World
 
@@ -55,6 +55,20 @@ def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsy
     printed = capsys.readouterr().err
     assert end.value.code == 1 and printed.endswith(" x\n")
     assert ("Traceback" in printed) == traceback
+
+
+@pytest.mark.parametrize(
+    "error, sentence",
+    [
+        (KeyError("n_layer"), r"^it cannot be read \(KeyError: 'n_layer'\); look$"),
+        (ValueError("two\n  lines"), r"\(ValueError: two lines\)"),
+        (ValueError("No. This file can still be loaded: run its code"), r"\(ValueError: No\.\)"),
+        (UserError("a sentence of ours"), "^a sentence of ours$"),
+    ],
+)
+def test_what_cannot_be_read_is_one_sentence_and_a_sentence_of_ours_stays(error, sentence):
+    with pytest.raises(UserError, match=sentence), reading("it", "look"):
+        raise error
 
 
 # -- GPUs
