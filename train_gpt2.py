@@ -79,21 +79,18 @@ def train_step(
     dtype: torch.dtype,
     lr: float,
     grad_clip: float,
-    strategy: str = "ddp",
+    strategy: str = "ddp",  # --sharding
     judge: Callable[[float, float], str] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
     """One update, by the gradient of the mean loss over all micro-batches and processes.
 
     Returns the loss and the gradient's norm before clipping, scalars on the device, the same on
-    every process; and why the update was skipped, or "". judge(loss, norm) gives such a reason, and
-    makes the CPU wait for the device. strategy: --sharding.
+    every process; and judge's reason to skip the update, or "". A judge makes the CPU wait.
     """
     model.train()
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
-        with stop.noting_problems():
-            loader.wait()
-        stop.check()
+        stop.heed()
         x, y = loader.next_batch()
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
@@ -104,6 +101,9 @@ def train_step(
         loss = loss / grad_accum_steps
         loss_accum += loss.detach()
         scaler.scale(loss).backward()
+        with stop.noting_problems():
+            loader.wait()
+        stop.ask()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(model, grad_clip, world)
@@ -188,6 +188,8 @@ def build_run(
     optimizers = build_optimizers(config, model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
+    with world.fail_together():
+        train_loader.wait()
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
@@ -334,6 +336,7 @@ def loop(run: Run) -> None:
         if not progress.evaluated and evaluate_due(run):
             start = time.perf_counter()  # an update's time leaves out evaluations and saves only
         progress.evaluated = True
+        run.stop.heed()
         if save_is_due(run):
             save_checkpoint(run)
             start = time.perf_counter()
@@ -441,7 +444,7 @@ def save_is_due(run: Run) -> bool:
     if step == run.first_step:
         return False
     best = run.config.save_best and run.progress.lower is not None
-    return run.stop.late or best or is_due(step, run.config.checkpoint_every, run.config)
+    return run.stop.any_late or best or is_due(step, run.config.checkpoint_every, run.config)
 
 
 def save_checkpoint(run: Run) -> None:

@@ -186,41 +186,51 @@ class Interrupted(Exception):
 
 
 class Stop:
-    """Ends a run on all processes at the same point: `check` raises Interrupted there.
+    """Ends a run on all processes at the same point, by Interrupted.
 
-    After `listen`, SIGTERM and SIGINT ask for it. A second SIGINT ends at once. A second SIGTERM
-    does not: SLURM sends one, torchrun another. `late` travels with the same sum, because GPUs
-    would stand idle during another one.
+    `ask` begins to add up what the processes wish, and `heed` waits for that. Between the two, GPUs
+    compute. `check` does both. After `listen`, SIGTERM and SIGINT wish for an end. A second SIGINT
+    ends at once. A second SIGTERM does not: SLURM sends one, torchrun another.
     """
 
     def __init__(self, world: World):
         self.world = world
-        self.asked = False
+        self.interrupted = False
         self.problem = ""  # of this process
-        self.late = False  # a checkpoint is due by the clock: since a check, that of any process
+        self.late = False  # by this process's clock, a checkpoint is due
+        self.any_late = False
+        self.ask()
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.remember)
 
     def remember(self, number: int, _frame: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
+        if self.interrupted and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self.asked = True
+        self.interrupted = True
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:
-        """A UserError inside, on one process, ends the run on all of them at the next check."""
+        """A UserError inside, on one process, ends the run on all that are asked after it."""
         try:
             yield
         except UserError as error:
             self.problem = str(error)
 
-    def check(self) -> None:
-        flags = torch.tensor([self.asked, bool(self.problem), self.late]).int()
-        asked, problems, late = self.world.sum(flags).tolist()
+    def ask(self) -> None:
+        self.wishes = torch.tensor([self.interrupted, bool(self.problem), self.late]).int()
+        self.sum = dist.all_reduce(self.wishes, async_op=True) if self.world.size > 1 else None
+
+    def heed(self) -> None:
+        if self.sum:
+            self.sum.wait()
+        interrupted, problems, self.any_late = map(bool, self.wishes.tolist())
         if problems:
             raise Interrupted(self.problem or self.world.elsewhere())
-        if asked:
+        if interrupted:
             raise Interrupted
-        self.late = late > 0
+
+    def check(self) -> None:
+        self.ask()
+        self.heed()

@@ -379,9 +379,9 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
 FAST_CLOCK = """
 import os, sys, time, train_gpt2
 import torch.distributed as dist
-def tell(x):
+def tell(x, **options):
     print(f"rank {rank}: {x.dtype}", flush=True)
-    all_reduce(x)
+    return all_reduce(x, **options)
 all_reduce, perf_counter, rank = dist.all_reduce, time.perf_counter, os.environ["RANK"]
 dist.all_reduce = tell
 if rank == os.environ["FAST"]:  # on the other rank, nothing is late
@@ -1073,8 +1073,8 @@ def test_a_time_is_that_of_an_update_and_pictures_are_few(corpus, tmp_path, monk
     monkeypatch.setattr(time, "perf_counter", lambda: sum(clock))
     monkeypatch.setattr(plots, "plot_run", draw)
     monkeypatch.setattr(evaluate, "validate", takes(50, lambda **_: (3.0, None)))
-    monkeypatch.setattr(checkpoint, "save", takes(1000, checkpoint.save))
-    monkeypatch.setattr(Stop, "check", takes(4, Stop.check))
+    monkeypatch.setattr(checkpoint, "write", takes(1000, checkpoint.write))
+    monkeypatch.setattr(Stop, "ask", takes(4, Stop.ask))
     monkeypatch.setattr(Log, "record", takes(1, Log.record))
     flags = "--batch-size 4 --val-every 2 --val-tokens 160 --checkpoint-every 3"
     call("train_gpt2.py", *tiny_run(corpus, tmp_path / "log", flags))
