@@ -6,7 +6,8 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 # package index, besides: `make wheels` where there is an index, then carry .wheels there.
 CARRIED := tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 
-.PHONY: setup quickstart test coverage torture bench gpu wheels clean
+.PHONY: setup quickstart test coverage torture bench wheels clean
+.PHONY: gpu gpu-tests gpu-run gpu-speed gpu-large
 
 setup:
 	@if [ .venv/requirements -nt requirements.txt ]; then echo "setup: .venv is there and up to date"; else $(MAKE) -s .venv/requirements; fi
@@ -52,32 +53,58 @@ torture: .venv/requirements-torture
 bench: setup
 	@$(PY) bench.py
 
-# What only a GPU can show, without a network. Logs, tables and plots are left in benchmarks/DEVICE;
-# a command that fails does not stop the next, and one that is out of time keeps the rows that it has.
-# At the end a run is killed and resumed: the same bits?
-gpu: PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-gpu: SHORT := --data-dir data/stdlib --max-steps 20 --warmup-steps 5 --val-every 20 --val-tokens 262144 --hellaswag-every 0 --sample-every 0 --checkpoint-every 10
-gpu: EXAMPLES := $(firstword $(wildcard hellaswag/hellaswag_val.jsonl ../shared/data/hellaswag_val_1000.jsonl))
+# What only a GPU can show, without a network, in four parts of at most nine minutes, because rented
+# GPUs often give ten a command. Each leaves OUT/PART.tar.gz, by default in benchmarks/DEVICE
+# (tests/gpu.sh). A step is `step SECONDS NAME COMMAND`; after SECONDS it has 5 more to end. A part
+# has 15 to begin and 15 to spare: SECONDS + 5 of its steps add up to 510 at most (tests/test_gpu.py).
+# HELLASWAG=FILE.jsonl: examples to score. CPU=1: small sizes on the CPU, to try a part out.
+GPU_PARTS := gpu-tests gpu-run gpu-speed gpu-large
+$(GPU_PARTS): SHELL := bash
+$(GPU_PARTS): export PART = $@
+$(GPU_PARTS): export PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu-run gpu-large: TRAIN = $(PY) train_gpt2.py --data-dir data/stdlib --val-every 0 --hellaswag-every 0 --sample-every 0
+gpu-run gpu-large: SMALL := $(if $(CPU),--device cpu --no-compile --n-layer 2 --n-head 2 --n-embd 64 --sequence-length 32 --total-batch-size 256 --val-tokens 2048 --num-samples 1)
+gpu-run: SCORE := $(if $(HELLASWAG),--hellaswag-every 10 --hellaswag-limit $(if $(CPU),20,1000) --hellaswag-path "$(HELLASWAG)")
+gpu-run: CUT = $(TRAIN) --max-steps 20 --total-batch-size 65536 --checkpoint-every 10 --deterministic $(SMALL)
+gpu-run gpu-speed: SIZE := $(if $(CPU),--device cpu --no-compile --model tiny --sequence-length 32 --batch-size 2 --max-batch 2 --rounds 1)
+
 gpu:
-	@test ! -d .wheels || $(PY) -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
-	@export PYTHONUNBUFFERED=1 PYTHONPATH=.wheels/installed:$$PYTHONPATH; \
-	out=benchmarks/$$($(PY) -c 'import re, torch; print(re.sub(r"\W+", "-", torch.cuda.get_device_name()))') || { echo "make gpu: there is no GPU here"; exit 1; }; \
-	run() { log=$$out/$$1.log; shift; echo "> $$*"; { timeout 15m "$$@" || echo "FAILED with $$?: $$*"; } 2>&1 | tee $$log; }; \
-	bench() { name=$$1; shift; run $$name $(PY) bench.py --out $$out/$$name "$$@"; }; \
-	rm -rf log/gpu; mkdir -p $$out log/gpu; \
-	run tests $(PY) -m pytest -p no:cacheprovider tests/test_cuda.py; \
-	bench sweep --sweep batch; bench ladder; \
-	bench hellaswag --hellaswag --examples 200 --hellaswag-path="$(EXAMPLES)"; \
-	bench against --against hf; bench generate --generate; bench scaling --scaling; \
-	run data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
-	run training $(PY) train_gpt2.py $(SHORT) --log-dir log/gpu/free; cp log/gpu/free/loss.png $$out/training.png; \
-	run whole $(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/whole; \
-	$(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/cut > $$out/cut.log 2>&1 & pid=$$!; \
-	while kill -0 $$pid 2> /dev/null && ! test -d log/gpu/cut/ckpt_000010; do sleep 0.1; done; kill -9 $$pid; wait $$pid; \
-	run resumed $(PY) train_gpt2.py $(SHORT) --deterministic --log-dir log/gpu/cut --resume auto; \
-	run same_losses cmp log/gpu/whole/log.txt log/gpu/cut/log.txt; \
-	run same_weights cmp log/gpu/whole/ckpt_000020/model.safetensors log/gpu/cut/ckpt_000020/model.safetensors; \
-	! grep FAILED $$out/*.log
+	@$(MAKE) -k -j1 --no-print-directory $(GPU_PARTS)
+
+gpu-tests:
+	@. tests/gpu.sh; \
+	step 200 one_process $(PY) -m pytest -vv -p no:cacheprovider tests/test_one_process.py; \
+	step 290 cuda $(PY) -m pytest -vv -p no:cacheprovider tests/test_cuda.py; \
+	finish
+
+gpu-run:
+	@. tests/gpu.sh; \
+	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
+	$(if $(HELLASWAG),,echo "no HellaSwag: name its file by HELLASWAG=FILE.jsonl" | tee $$left/hellaswag.log;) \
+	step 150 training $(TRAIN) --max-steps 30 --val-every 10 --val-tokens 262144 --sample-every 10 $(SCORE) $(SMALL) --log-dir $$left/training; \
+	step 60 kernels $(PY) tests/profile_step.py --batch-size 64 $(SIZE); \
+	step 75 whole $(CUT) --log-dir $$left/whole; \
+	KILL_AT=$$left/cut/ckpt_000010 step 60 cut $(CUT) --log-dir $$left/cut; \
+	step 60 resumed $(CUT) --log-dir $$left/cut --resume auto; \
+	step 5 same_losses cmp $$left/whole/log.txt $$left/cut/log.txt; \
+	step 5 same_weights cmp $$left/whole/ckpt_000020/model.safetensors $$left/cut/ckpt_000020/model.safetensors; \
+	finish
+
+# The sweep begins with the largest micro-batch. It ends after three, because its time does.
+gpu-speed:
+	@. tests/gpu.sh; \
+	ENOUGH='"B 32"' step 165 sweep $(PY) bench.py --out $$left/sweep --sweep batch $(SIZE); \
+	step 205 ladder $(PY) bench.py --out $$left/ladder $(SIZE); \
+	step 125 against $(PY) bench.py --out $$left/against --against hf $(SIZE); \
+	finish
+
+# Which micro-batch is found for the XL, and do the updates fit, too?
+gpu-large:
+	@. tests/gpu.sh; \
+	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
+	step 200 xl_checkpointing $(TRAIN) --preset gpt2-xl --total-batch-size 65536 --max-steps 10 --activation-checkpointing $(SMALL) --log-dir $$left/xl_checkpointing; \
+	step 240 xl $(TRAIN) --preset gpt2-xl --total-batch-size 65536 --max-steps 5 $(SMALL) --log-dir $$left/xl; \
+	finish
 
 wheels:
 	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)

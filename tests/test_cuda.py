@@ -2,12 +2,15 @@
 
 import math
 import shlex
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from conftest import documents, losses, read_records, train, weights_hash, write_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from support.compile import compile_blocks
@@ -36,25 +39,31 @@ def random_tokens(*shape: int) -> torch.Tensor:
     return torch.randint(50257, shape, generator=torch.Generator().manual_seed(0)).to(GPU)
 
 
-def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend) -> tuple[float, list]:
-    """The loss and the gradients of one forward and backward pass with this attention alone."""
+def attention(kernel: SDPBackend | None):
+    """The context in which attention runs by this kernel alone. None: by PyTorch's choice."""
+    return sdpa_kernel([kernel]) if kernel else nullcontext()
+
+
+def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend | None) -> tuple[float, list]:
+    """The loss and the gradients of one forward and backward pass."""
     tokens = random_tokens(B, T + 1)
-    with sdpa_kernel([kernel]), autocast(GPU, dtype):
+    with attention(kernel), autocast(GPU, dtype):
         _, loss = model(tokens[:, :-1], tokens[:, 1:])
     scale = 2.0**14  # the gradients of the logits would vanish in float16
     (scale * loss).backward()
     return loss.item(), [p.grad / scale for p in model.parameters()]
 
 
+@pytest.mark.parametrize("kernel", [None, SDPBackend.FLASH_ATTENTION])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dtype):
+def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dtype, kernel):
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no bfloat16")
     torch.set_float32_matmul_precision("highest")
     loss, gradients = take_gradients(make_model(), torch.float32, SDPBackend.MATH)
     model = make_model()
     compile_blocks(model, recompute=False)
-    loss16, gradients16 = take_gradients(model, dtype, SDPBackend.FLASH_ATTENTION)
+    loss16, gradients16 = take_gradients(model, dtype, kernel)
     assert loss16 == pytest.approx(loss, rel=0.003)
     for exact, rounded in zip(gradients, gradients16, strict=True):
         assert rounded.dtype == torch.float32
@@ -97,6 +106,60 @@ def test_two_gpus_train_as_one_does(shards, tmp_path, sharding):
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
 
 
+def make_update(model: GPT, optimizers: list, loader: DataLoaderLite, world: World) -> torch.Tensor:
+    """Makes an update of two micro-steps, as training does on a GPU -> its loss, on the GPU."""
+    loss, _, _ = train_step(
+        model=model,
+        optimizers=optimizers,
+        scaler=torch.amp.GradScaler("cuda", enabled=False),
+        loader=loader,
+        grad_accum_steps=2,
+        world=world,
+        stop=Stop(world),
+        dtype=torch.bfloat16,
+        lr=1e-3,
+        grad_clip=1.0,
+    )
+    return loss
+
+
+def test_after_the_first_update_nothing_recompiles_and_the_cpu_never_waits(tmp_path):
+    write_shard(tmp_path / "toy_train_000001.npy", documents(100_000, seed=1))
+    world = World("cuda")
+    model = make_model()
+    compile_blocks(model, recompute=False)
+    loader = DataLoaderLite(tmp_path, "train", B=16, T=T, pin=True)
+    optimizers = model.configure_optimizers()
+    make_update(model, optimizers, loader, world)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            made = [make_update(model, optimizers, loader, world) for _ in range(2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(math.isfinite(loss.item()) for loss in made)
+
+
+@pytest.mark.parametrize("dtype, rel", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
+def test_hellaswag_is_scored_as_by_the_plain_kernel_in_float32(dtype, rel):
+    torch.set_float32_matmul_precision("highest")
+    draw = np.random.default_rng(0)
+    examples = []
+    for _ in range(40):
+        lengths = draw.integers(1, 40, 5)
+        context, *endings = [" ".join(draw.choice([*"abcdefgh"], n)) for n in lengths]
+        examples.append({"ctx": context, "endings": endings, "label": 0})
+    model = make_model()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5)  # so that what a token attends to shows in its loss
+    with attention(SDPBackend.MATH):
+        exact, _, _ = hellaswag.score(model, examples, GPU)
+    compile_blocks(model, recompute=False)
+    scored, _, _ = hellaswag.score(model, examples, GPU, dtype=dtype)
+    assert scored == pytest.approx(exact, rel=rel)
+
+
 @pytest.fixture
 def memory_limit():
     """A function that limits what this process may allocate, in bytes; at the end nothing does."""
@@ -122,18 +185,8 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
     torch.cuda.reset_peak_memory_stats()
     optimizers = raw.configure_optimizers()
     for _ in range(2):  # the first makes the moments
-        loss, _, _ = train_step(
-            model=raw,
-            optimizers=optimizers,
-            scaler=torch.amp.GradScaler("cuda", enabled=False),
-            loader=DataLoaderLite(tmp_path, "train", size, 1024, pin=True),
-            grad_accum_steps=2,
-            world=world,
-            stop=Stop(world),
-            dtype=torch.bfloat16,
-            lr=1e-3,
-            grad_clip=1.0,
-        )
+        loader = DataLoaderLite(tmp_path, "train", size, 1024, pin=True)
+        loss = make_update(raw, optimizers, loader, world)
     assert math.isfinite(loss.item())
     assert torch.cuda.max_memory_reserved() <= limit
 
