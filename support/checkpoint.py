@@ -4,8 +4,6 @@ It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the
 files, to find later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -15,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from support import hf
+from support import GPT, Stop, World, hf
 from support.common import UserError, first_line, hash_file, sync, writing
-
-if TYPE_CHECKING:
-    from model import GPT
-    from support.distributed import Stop, World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"

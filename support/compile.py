@@ -3,18 +3,13 @@
 Attention's backward pass in bfloat16 on a CPU is in support/attention.py.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch import config as functorch_config
 
+from support import GPT
 from support.attention import replace_attention_backward
-
-if TYPE_CHECKING:
-    from model import GPT
 
 
 def why_not_compile(device: torch.device) -> str:

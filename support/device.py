@@ -1,7 +1,5 @@
 """What this machine computes with: devices, precision, memory, published peaks."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -11,16 +9,12 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from support import TrainConfig, World
 from support.common import UserError
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from support.distributed import World
 
 
 def pick_device(name: str = "auto") -> torch.device:

@@ -1,23 +1,18 @@
 """Runs that go wrong: spikes, updates that are skipped, and the hunt for a NaN's origin."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from support import Progress, World
 from support.common import UserError, first_line
 from support.sharding import is_sharded
-
-if TYPE_CHECKING:
-    from support.checkpoint import Progress
-    from support.distributed import World
 
 SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
 MOST_SKIPPED = 50  # updates in a row: the model learns nothing any more

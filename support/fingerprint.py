@@ -1,23 +1,18 @@
 """Is this code a GPT-2? A tiny model of it is compared with the plain GPT-2 below."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from support import GPT, GPTConfig
 from support.common import UserError, first_line, reading
 from support.hf import EMBEDDING, POSITIONS, Fingerprint, Pretrained
-
-if TYPE_CHECKING:
-    from model import GPT, GPTConfig
 
 CLOSE = 1e-4  # standard deviations of the logits; rounding makes 2e-6, exact GELU 1e-3
 LARGE = 100.0  # times the logits of the made-up parameters are a trained model's, in size

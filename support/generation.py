@@ -5,18 +5,14 @@ token's keys and values never change. The cache keeps them, so a new token costs
 The first pass over the prompts is the *prefill*, each later one a *decode*.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
+from support import GPT
 from support.common import UserError
-
-if TYPE_CHECKING:
-    from model import GPT
 
 Rows = list[list[int]]  # tokens
 

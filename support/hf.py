@@ -5,24 +5,20 @@ those of GPTConfig. A directory says `"model_type": "gpt2"` only if fingerprint.
 code is a GPT-2. Otherwise it says "gpt2-changed", and keeps all fields of GPTConfig.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
+from support import GPT
 from support.common import UserError, reading
 from support.tokenizer import EOT, TOKENIZER_JSON, VOCAB_SIZE
-
-if TYPE_CHECKING:
-    from model import GPT
 
 Weights = dict[str, torch.Tensor]
 EMBEDDING = "transformer.wte.weight"

@@ -1,7 +1,5 @@
 """What a run writes down: log.txt, metrics.jsonl and a tracker. Reads the two files back, too."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -11,12 +9,10 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
+from support import World
 from support.common import UserError, say, sync, write_whole, writing
-
-if TYPE_CHECKING:
-    from support.distributed import World
 
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")

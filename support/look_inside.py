@@ -1,16 +1,12 @@
 """Looks into a model, for the notebook: what attention looks at, what the weights have learned."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
+from support import GPT
 from support.plots import BLACK, COLORS, new_figure, tidy
-
-if TYPE_CHECKING:
-    from model import GPT
 
 
 def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:

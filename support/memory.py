@@ -3,23 +3,16 @@
 plan.py prints the estimate before a run. Training uses it where it cannot try a micro-batch out.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
+from support import GPT, TrainConfig, World
 from support.common import UserError
 from support.device import autocast, free_memory
 from support.sharding import is_sharded
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from model import GPT
-    from support.distributed import World
 
 FLOAT32 = 4  # bytes
 HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole

@@ -4,13 +4,11 @@ A new optimizer is a function here, its word in OPTIMIZERS, and the same word in
 memory.state_memory estimates what it holds.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.linalg import vector_norm
 from torch.optim import AdamW, Optimizer
 
-if TYPE_CHECKING:
-    from model import GPT
-    from support.distributed import World
+from support import GPT, World
 
 
 def adamw(model: GPT, **options: Any) -> list[Optimizer]:

@@ -1,7 +1,5 @@
 """What a run says about itself: at its start, in `report.md`, and as its last words."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import shlex
@@ -12,18 +10,14 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from support import DataLoaderLite, TrainConfig, World
 from support.common import duration, write_whole
 from support.device import device_name, dtype_name
 from support.log import RECENT, read_metrics, starts_of
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from model import DataLoaderLite
-    from support.distributed import World
 
 # -- at the start
 

@@ -1,27 +1,20 @@
 """Resuming: what two starts of a run may differ in; finding, refusing, restoring a checkpoint."""
 
-from __future__ import annotations
-
 import dataclasses
 import shlex
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from support import checkpoint
+from support import GPT, DataLoaderLite, TrainConfig, World, checkpoint
 from support.checkpoint import Checkpoint, Progress
 from support.common import UserError, writing
 from support.device import device_name
 from support.log import Log, read_metrics, starts_of
 from support.report import revision
 from support.shards import find_shards, identify
-
-if TYPE_CHECKING:
-    from config import TrainConfig
-    from model import GPT, DataLoaderLite
-    from support.distributed import World
 
 # A resumed run may change these without a word.
 SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device", "find_nan"}

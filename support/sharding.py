@@ -10,11 +10,9 @@ zero1 and fsdp are FSDP2 (Zhao et al. 2023). On several nodes, the processes of 
 copy, so that only sums cross the network. One process shards nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,11 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from support import GPT, World
 from support.compile import eager
-
-if TYPE_CHECKING:
-    from model import GPT
-    from support.distributed import World
 
 
 def is_sharded(model: nn.Module) -> bool:
