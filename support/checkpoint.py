@@ -145,32 +145,19 @@ def write(
 ) -> Path:
     """Writes a checkpoint beside its place, renames it, and only then removes older ones."""
     beside = final.with_name(f".{final.name}.tmp")
-    with writing(final):
-        sweep(final.parent)
-        refuse_full_disk(weights, state["optimizer"], final)
     try:
+        sweep(final.parent)
         hf.write_model(beside, model, weights, card)
         torch.save(state, beside / STATE)
         seal(beside, final)
     except Exception as e:  # torch's and safetensors' writers have errors of their own
+        shutil.rmtree(beside, ignore_errors=True)  # it may have filled the disk
         raise UserError(
-            f"{final} cannot be written ({first_line(e)}); older files are intact"
+            f"{final} cannot be written ({first_line(e)}); older files are intact: mend that or "
+            "make room, then go on with --resume auto"
         ) from e
     prune(final.parent, keep, (state.get("best") or {}).get("step"))
     return final
-
-
-def refuse_full_disk(weights: hf.Weights, moments: dict, final: Path) -> None:
-    """Raises UserError if the disk has less room than a checkpoint needs."""
-    tensors = [*weights.values(), *(x for s in moments["state"].values() for x in s.values())]
-    need = sum(x.nbytes for x in tensors) + 2**22  # the tokenizer and the like
-    final.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(final.parent).free
-    if need > free:
-        raise UserError(
-            f"{final} needs {need:,} bytes, the disk has {free:,} left: make room, then go on with "
-            "--resume auto; older files are intact"
-        )
 
 
 def seal(beside: Path, final: Path) -> None:
