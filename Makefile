@@ -6,7 +6,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 # package index, besides: `make wheels` where there is an index, then carry .wheels there.
 CARRIED := tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 
-.PHONY: setup quickstart test coverage torture bench wheels clean
+.PHONY: setup quickstart test coverage torture bench paper wheels clean
 .PHONY: gpu gpu-tests gpu-run gpu-speed gpu-large
 
 setup:
@@ -106,8 +106,19 @@ gpu-large:
 	step 240 xl $(TRAIN) --preset gpt2-xl --total-batch-size 65536 --max-steps 5 $(SMALL) --log-dir $$left/xl; \
 	finish
 
+# What a GPU would run, compiled and accounted for without one: see docs/gpu-on-paper.md. It has an
+# environment of its own, because `.venv` must stay without triton.
+.venv-paper/requirements: requirements-paper.txt requirements.txt
+	@echo "paper: installing requirements-paper.txt into .venv-paper (a minute or two, about 2 GB)"
+	@test -x .venv-paper/bin/python || $(PYTHON) -m venv .venv-paper
+	@.venv-paper/bin/python -m pip install -qq --disable-pip-version-check -r requirements-paper.txt || { echo "not run: triton or PyTorch cannot be installed"; exit 3; }
+	@touch $@
+
+paper: .venv-paper/requirements
+	@.venv-paper/bin/python tests/paper/paper.py
+
 wheels:
 	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__
+	rm -rf .venv .venv-paper .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__

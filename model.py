@@ -345,12 +345,14 @@ class GPT(nn.Module):
         model.origin = files.origin
         return model
 
-    def save_pretrained(self, directory: str | Path, card: dict | None = None) -> None:
+    def save_pretrained(
+        self, directory: str | Path, state_dict: dict | None = None, card: dict | None = None
+    ) -> None:
         """Writes a directory that transformers reads, if this code is still a GPT-2.
 
-        card: the rows of the model card.
+        state_dict replaces the parameters, which it names. card: the rows of the model card.
         """
-        weights = {name: p.detach() for name, p in self.named_parameters()}  # a tied one once
+        weights = state_dict or {name: p.detach() for name, p in self.named_parameters()}
         hf.write_model(Path(directory), self, weights, card or {})
 
     @cached_property

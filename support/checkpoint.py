@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from support import GPT, Stop, World, hf
+from support import GPT, Stop, World
 from support.common import UserError, first_line, hash_file, sync, writing
 
 NAME = re.compile(r"ckpt_(\d{6,})")
@@ -141,13 +141,13 @@ class Writer:
 
 
 def write(
-    final: Path, model: GPT, weights: hf.Weights, state: dict[str, Any], card: dict, keep: int
+    final: Path, model: GPT, weights: dict, state: dict[str, Any], card: dict, keep: int
 ) -> Path:
     """Writes a checkpoint beside its place, renames it, and only then removes older ones."""
     beside = final.with_name(f".{final.name}.tmp")
     try:
         sweep(final.parent)
-        hf.write_model(beside, model, weights, card)
+        model.save_pretrained(beside, weights, card)
         torch.save(state, beside / STATE)
         seal(beside, final)
     except Exception as e:  # torch's and safetensors' writers have errors of their own

@@ -199,7 +199,8 @@ class Stop:
         self.problem = ""  # of this process
         self.late = False  # by this process's clock, a checkpoint is due
         self.any_late = False
-        self.ask()
+        self.wishes = torch.zeros(3)
+        self.sum: Any = None
 
     def listen(self) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):

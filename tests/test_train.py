@@ -1162,7 +1162,7 @@ def test_a_shard_that_disappears_ends_the_run_with_its_updates_saved(shards, tmp
 
 def test_a_run_knows_its_own_checkpoint_by_any_path(corpus, run_dir, monkeypatch):
     monkeypatch.chdir(run_dir.parent)
-    monkeypatch.setattr(Stop, "check", Mock(side_effect=Interrupted))
+    monkeypatch.setattr(Stop, "heed", Mock(side_effect=Interrupted))
     before = contents(run_dir / "ckpt_000004")
     resume = tiny_run(corpus, "log", "--max-steps 9 --resume", run_dir / "ckpt_000004")
     done = call("train_gpt2.py", *resume)
