@@ -22,7 +22,7 @@ from support import generation, hf
 from support.common import UserError
 from support.fingerprint import Fingerprint, refuse_other_change, take_fingerprint
 from support.optim import OPTIMIZERS
-from support.shards import OpenFile, Shard, find_shards
+from support.shards import Shard, find_shards, open_ahead
 from support.tokenizer import VOCAB_SIZE
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
@@ -399,7 +399,7 @@ class DataLoaderLite:
             )
         self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
         self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use
-        self.opened = lru_cache(maxsize=1)(OpenFile)  # the same one's file
+        self.opened = lru_cache(maxsize=1)(open_ahead)  # the same one's file
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
 

@@ -190,6 +190,7 @@ def build_run(
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     with world.fail_together():
         train_loader.wait()
+    last_saved = resume.path_in(config, resumed_from)
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
@@ -208,7 +209,7 @@ def build_run(
         machine=resume.describe_machine(world),
         peak=peak,
         progress=progress,
-        writer=Writer(stop, resume.path_in(config, resumed_from), config.keep_checkpoints),
+        writer=Writer(stop, Path(config.log_dir), config.keep_checkpoints, last_saved),
         first_step=progress.step,
         began=time.perf_counter() - progress.wall,
     )
@@ -475,13 +476,7 @@ def save_checkpoint(run: Run) -> None:
         "command": run.command(),
     }
     run.log.sync()  # so that a resumed run finds every step up to this one
-    run.writer.save(
-        config.log_dir,
-        model=run.model,
-        optimizers=run.optimizers,
-        state=state,
-        card=card,
-    )
+    run.writer.save(run.model, run.optimizers, state, card)
     run.last_save_time = time.perf_counter()
 
 

@@ -85,27 +85,23 @@ class Writer:
     """
 
     stop: Stop
-    last: Path | None = None  # the newest one that all ranks know to be whole
+    log_dir: Path
     keep: int = 0  # so many of the newest stay; 0: all
+    last: Path | None = None  # the newest one that all ranks know to be whole
     begun: Future[Path] | None = None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
     def save(
-        self,
-        log_dir: str | Path,
-        *,
-        model: GPT,
-        optimizers: list[torch.optim.Optimizer],
-        state: dict[str, Any],
-        card: dict | None = None,
+        self, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, card: dict
     ) -> None:
-        """Begins to write log_dir/ckpt_{step:06d}; on a CPU, it is written. Every rank calls it.
+        """Begins to write ckpt_{step:06d}; on a CPU, it is written. Every rank calls it.
 
-        model: before wrapping. state: plain values, with `step`. Raises UserError as settle does.
+        model: before wrapping. state: plain values, with `step`. card: rows of the model card.
+        Raises UserError as settle does.
         """
         self.settle()
         world = self.stop.world
-        final = path_of(log_dir, state["step"])
+        final = path_of(self.log_dir, state["step"])
         weights: dict = get_model_state_dict(model, options=FULL)
         moments: dict = {"state": {}}
         if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
@@ -117,7 +113,7 @@ class Writer:
             state = {**state, "version": VERSION, "optimizer": moments}
             if "cpu" in BESIDE:  # there, these are the live tensors
                 weights, state = deepcopy((weights, state))
-            work = partial(write, final, model, weights, state, card or {}, self.keep)
+            work = partial(write, final, model, weights, state, card, self.keep)
         if world.device.type in BESIDE:
             self.begun = self.thread.submit(work)
             self.begun.add_done_callback(self.note)

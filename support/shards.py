@@ -21,13 +21,16 @@ BLOCK = 4096  # tokens in each
 class OpenFile(io.FileIO):
     """A file that its last reader closes: no thread can close what another one still reads."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        if hasattr(os, "posix_fadvise"):  # Linux reads a slow disk ahead of us
-            os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-
     def __del__(self) -> None:
         self.close()
+
+
+def open_ahead(path: Path) -> OpenFile:
+    """Opens a file, and has all of it read ahead of us, where the system can."""
+    file = OpenFile(path)
+    if hasattr(os, "posix_fadvise"):  # macOS has none
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    return file
 
 
 class Shard:
@@ -47,25 +50,20 @@ class Shard:
             ) from error
 
     def read(
-        self, start: int, count: int, opened: Callable[[Path], OpenFile] | None = None
+        self, start: int, count: int, opener: Callable[[Path], OpenFile] = OpenFile
     ) -> np.ndarray:
         """`count` tokens from token `start` on, uint16. It does not map them: memory stays flat.
 
-        opened: a cache of OpenFile, else each read opens the file. Raises UserError if the file has
-        shrunk, or cannot be read any more.
+        Raises UserError if the file has shrunk, or cannot be read any more.
         """
-        offset = self.offset + 2 * start
         try:
-            if opened and hasattr(os, "pread"):  # Windows lacks it, so there each read opens, too
-                file = opened(self.path)
-                tokens = np.frombuffer(os.pread(file.fileno(), 2 * count, offset), np.uint8)
-            else:
-                tokens = np.fromfile(self.path, np.uint8, 2 * count, offset=offset)
+            file = opener(self.path)
+            tokens = os.pread(file.fileno(), 2 * count, self.offset + 2 * start)
             if len(tokens) < 2 * count:
                 raise OSError(f"it has shrunk: it had {self.num_tokens} tokens")
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error}): put the file back") from error
-        return tokens.view("<u2")
+        return np.frombuffer(tokens, "<u2")
 
 
 def find_tokens(path: Path) -> tuple[int, int]:

@@ -361,10 +361,8 @@ def save(log_dir: Path, step: int, weight: float = 0.0) -> Path:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=2))
     model.transformer.wte.weight.data[0, 0] = weight
-    state = {"step": step}
-    optimizers = model.configure_optimizers()
-    writer = checkpoint.Writer(Stop(World("cpu")))
-    writer.save(log_dir, model=model, optimizers=optimizers, state=state)
+    writer = checkpoint.Writer(Stop(World("cpu")), log_dir)
+    writer.save(model, model.configure_optimizers(), {"step": step}, {})
     return writer.settle()
 
 

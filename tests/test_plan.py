@@ -155,8 +155,8 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
     for each in optimizers:
         each.step()
     with World("cpu") as world:
-        writer = checkpoint.Writer(Stop(world))
-        writer.save(tmp_path, model=model, optimizers=optimizers, state={"step": 1})
+        writer = checkpoint.Writer(Stop(world), tmp_path)
+        writer.save(model, optimizers, {"step": 1}, {})
     path = writer.last
     files = sum((path / name).stat().st_size for name in ("model.safetensors", checkpoint.STATE))
     parts = state_memory(model, TrainConfig(optimizer=optimizer), width=4)

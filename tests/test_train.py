@@ -925,8 +925,8 @@ def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(r
 def test_a_checkpoint_before_the_first_update_that_counts_makes_no_step(tiny, tmp_path):
     """float16 skips updates that overflow. PyTorch would step to have a state to save."""
     optimizers = tiny.configure_optimizers()
-    writer = checkpoint.Writer(Stop(WORLD))
-    writer.save(tmp_path, model=tiny, optimizers=optimizers, state={"step": 1})
+    writer = checkpoint.Writer(Stop(WORLD), tmp_path)
+    writer.save(tiny, optimizers, {"step": 1}, {})
     checkpoint.load_optimizers(tiny, optimizers, checkpoint.load_state(writer.last)["optimizer"])
     assert not optimizers[0].state
 
