@@ -1,7 +1,4 @@
-"""The kernels of ten updates: python tests/profile_step.py [flags of bench.py]
-
-The step is training's own, as bench.py takes it: an update of one micro-batch.
-"""
+"""The kernels of ten updates, as bench.py makes them: python tests/profile_step.py [its flags]"""
 
 from torch.profiler import profile
 
@@ -14,9 +11,8 @@ from support.distributed import World
 
 def main(args: list[str]) -> None:
     machine = Machine(parse_flags(BenchConfig, args))
-    side = machine.step("")
     with World(machine.config.device) as world:
-        update = training(world, **side.options)
+        update = training(world, **machine.step("").options)
         for _ in range(3):  # compiles, and makes AdamW's moments
             update()
         synchronize(world.device)

@@ -29,11 +29,9 @@ def machine(monkeypatch):
 
     def make(**flags) -> Machine:
         flags = dict(model="tiny", batch_size=2, sequence_length=32, rounds=1) | flags
-        m = Machine(BenchConfig(device="cpu", **flags))
-        m.compile = flags.get("compile", True)
-        return m
+        return Machine(BenchConfig(device="cpu", **flags))
 
-    monkeypatch.setattr(bench, "why_not_compile", lambda device: "a test")
+    monkeypatch.setattr(bench, "why_not_compile", lambda device: "")
     monkeypatch.setattr(bench, "pick_dtype", lambda *_: (torch.bfloat16, "a test"))
     monkeypatch.setattr(bench, "peak_flops", lambda *_: (2e12, "a test"))
     return make
@@ -228,15 +226,12 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
     assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
-@pytest.mark.parametrize(
-    "low, high, shown",
-    [
-        (1.5, 2.5, "2.00 × (1.50 to 2.50): faster"),
-        (0.9, 2.5, "2.00 × (0.90 to 2.50): no difference shown"),
-        (0.7, 0.9, "2.00 × (0.70 to 0.90): slower"),
-        (2.0, 2.0, "2.00 × (no range)"),
-    ],
-)
+@pytest.mark.parametrize("low, high, shown", [
+    (1.5, 2.5, "2.00 × (1.50 to 2.50): faster"),
+    (0.9, 2.5, "2.00 × (0.90 to 2.50): no difference shown"),
+    (0.7, 0.9, "2.00 × (0.70 to 0.90): slower"),
+    (2.0, 2.0, "2.00 × (no range)"),
+])  # fmt: skip
 def test_nothing_is_faster_whose_range_holds_1_or_that_has_no_range(low, high, shown):
     assert bench.describe_ratio(dict(speedup=2, speedup_low=low, speedup_high=high)) == shown
 

@@ -1,7 +1,6 @@
 """What only a GPU can show: 16 bits, fused kernels, its memory. Without one all is skipped."""
 
 import math
-import shlex
 from contextlib import nullcontext
 
 import numpy as np
@@ -30,6 +29,7 @@ AS_ON_A_GPU += "--batch-size 2 --total-batch-size 512"
 
 
 def make_model(**shape) -> GPT:
+    torch.set_float32_matmul_precision("highest")  # no TF32
     torch.manual_seed(0)
     small = dict(block_size=T, n_layer=2, n_head=2, n_embd=128)
     return GPT(GPTConfig(**(small | shape))).to(GPU)
@@ -59,7 +59,6 @@ def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend | None) ->
 def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dtype, kernel):
     if dtype == torch.bfloat16 and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no bfloat16")
-    torch.set_float32_matmul_precision("highest")
     loss, gradients = take_gradients(make_model(), torch.float32, SDPBackend.MATH)
     model = make_model()
     compile_blocks(model, recompute=False)
@@ -71,39 +70,37 @@ def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(dt
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize(
-    "sharding, ranks",
-    [("ddp", 1), *(pytest.param(each, 2, marks=several) for each in ("ddp", "zero1", "fsdp"))],
-)
+@pytest.mark.parametrize("sharding, ranks", [
+    ("ddp", 1),
+    pytest.param("ddp", 2, marks=several),
+    pytest.param("zero1", 2, marks=several),
+    pytest.param("fsdp", 2, marks=several),
+])  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(
     shards, tmp_path, sharding, ranks, optimizer
 ):
     flags = f"{AS_ON_A_GPU} --deterministic --checkpoint-every 3"
     flags += f" --sharding {sharding} --optimizer {optimizer}"
-    train(shards, tmp_path / "whole", flags, ranks=ranks)
-    checkpoint = tmp_path / "whole" / "ckpt_000003"
-    resume = f"--resume {shlex.quote(str(checkpoint))}"
-    train(shards, tmp_path / "again", f"{flags} {resume}", ranks=ranks)
-    again = [record["loss"] for record in read_records(tmp_path / "again", "train")]
-    assert again == losses(tmp_path / "whole")[3:]
-    last = [weights_hash(tmp_path / run / "ckpt_000006") for run in ("whole", "again")]
-    assert last[0] == last[1]
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    train(shards, whole, flags, ranks=ranks)
+    train(shards, again, flags, "--resume", whole / "ckpt_000003", ranks=ranks)
+    assert [record["loss"] for record in read_records(again, "train")] == losses(whole)[3:]
+    assert weights_hash(again / "ckpt_000006") == weights_hash(whole / "ckpt_000006")
 
 
-def test_float16_trains_as_float32_does(shards, tmp_path):
-    train(shards, tmp_path / "half", f"{AS_ON_A_GPU} --dtype float16")
-    train(shards, tmp_path / "single", f"{AS_ON_A_GPU} --dtype float32")
-    half = losses(tmp_path / "half")
-    assert half == pytest.approx(losses(tmp_path / "single"), rel=0.03)
-    assert half[-1] < half[0]
-
-
-@several
-@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
-def test_two_gpus_train_as_one_does(shards, tmp_path, sharding):
-    train(shards, tmp_path / "one", f"{AS_ON_A_GPU} --dtype float32")
-    train(shards, tmp_path / "two", f"{AS_ON_A_GPU} --dtype float32 --sharding {sharding}", ranks=2)
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-3)
+@pytest.mark.parametrize("flags, ranks, rel", [
+    ("--dtype float16", 1, 0.03),
+    pytest.param("--sharding ddp", 2, 1e-3, marks=several),
+    pytest.param("--sharding zero1", 2, 1e-3, marks=several),
+    pytest.param("--sharding fsdp", 2, 1e-3, marks=several),
+])  # fmt: skip
+def test_float16_and_two_gpus_train_as_float32_on_one_does(shards, tmp_path, flags, ranks, rel):
+    plain = f"{AS_ON_A_GPU} --dtype float32"
+    train(shards, tmp_path / "plain", plain)
+    train(shards, tmp_path / "other", f"{plain} {flags}", ranks=ranks)
+    curve = losses(tmp_path / "other")
+    assert curve == pytest.approx(losses(tmp_path / "plain"), rel=rel)
+    assert curve[-1] < curve[0]
 
 
 def make_update(model: GPT, optimizers: list, loader: DataLoaderLite, world: World) -> torch.Tensor:
@@ -138,11 +135,11 @@ def test_after_the_first_update_nothing_recompiles_and_the_cpu_never_waits(tmp_p
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert all(math.isfinite(loss.item()) for loss in made)
+    assert all(half.is_pinned() for half in loader.next_batch()), "copied beside the computation"
 
 
 @pytest.mark.parametrize("dtype, rel", [(torch.float32, 1e-4), (torch.bfloat16, 0.05)])
 def test_hellaswag_is_scored_as_by_the_plain_kernel_in_float32(dtype, rel):
-    torch.set_float32_matmul_precision("highest")
     draw = np.random.default_rng(0)
     examples = []
     for _ in range(40):
@@ -191,13 +188,7 @@ def test_the_micro_batch_that_is_found_leaves_room_for_training(memory_limit, tm
     assert torch.cuda.max_memory_reserved() <= limit
 
 
-def test_batches_are_pinned_so_that_they_are_copied_beside_the_computation(shards):
-    x, y = DataLoaderLite(shards, "train", B=2, T=16, pin=True).next_batch()
-    assert x.is_pinned() and y.is_pinned()
-
-
 def test_the_compiled_step_of_generation_chooses_the_eager_ones_tokens():
-    torch.set_float32_matmul_precision("highest")
     model = make_model().eval()
     prompts = random_tokens(2, 8)
     plain = model.generate(prompts, 32, temperature=0)

@@ -52,14 +52,8 @@ def read_archive(folder, part: str) -> dict[str, str]:
 def done(tmp_path_factory):
     """A folder in which `make gpu` has run, every command of which has failed."""
     folder = tmp_path_factory.mktemp("gpu")
-    environment = conftest.environment(STUCK="never", OUT="", CPU="")
-    made = subprocess.run(
-        make(folder, "gpu", "HELLASWAG=examples.jsonl"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=environment,
-    )
+    arguments = make(folder, "gpu", "HELLASWAG=examples.jsonl")
+    made = conftest.run_program(arguments, STUCK="never", OUT="", CPU="")
     assert made.returncode == 2 and "FAILED with 3" in made.stdout
     return folder
 
@@ -87,14 +81,14 @@ def test_a_run_on_a_gpu_is_no_fork_of_the_warm_process(monkeypatch, tmp_path):
 
 
 def test_every_command_has_flags_that_the_scripts_take(done):
+    settings = dict.fromkeys(("bench.py", "tests/profile_step.py"), BenchConfig)
+    settings["fineweb.py"] = Config
     for script, *flags in asked(done):
-        if script in ("bench.py", "tests/profile_step.py"):
-            parse_flags(BenchConfig, flags)
-        elif script == "train_gpt2.py":
+        if script == "train_gpt2.py":
             config, _ = parse_command_line(flags)
             assert out_of_range(config) + wrong_sizes(config, 1) == []
-        elif script == "fineweb.py":
-            parse_flags(Config, flags)
+        elif script != "-m":
+            parse_flags(settings[script], flags)
 
 
 def test_the_killed_run_is_resumed_and_compared_with_the_one_left_alone(done):

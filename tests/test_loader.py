@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import documents, write_shard
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import DataLoaderLite
 from support.common import UserError
-from support.tokenizer import EOT
-
-# The loader only reads the shards, so all examples may share them; a slow machine is no error.
-SHARED_FIXTURE = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def epoch_of(loader: DataLoaderLite, epoch: int) -> list[tuple]:
@@ -30,8 +26,7 @@ def epoch_of(loader: DataLoaderLite, epoch: int) -> list[tuple]:
 
 def cut(tokens, T: int, offset: int = 0) -> list[tuple]:
     """All sequences of T+1 tokens that a shard has from an offset on, with stride T."""
-    starts = range(offset, len(tokens) - T, T)
-    return [tuple(tokens[start : start + T + 1].tolist()) for start in starts]
+    return [tuple(tokens[i : i + T + 1].tolist()) for i in range(offset, len(tokens) - T, T)]
 
 
 def training_shards(directory) -> list[np.ndarray]:
@@ -45,26 +40,23 @@ def test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_a
         assert epoch_of(loader, epoch) == expected
 
 
-@pytest.mark.parametrize("lacks", [["posix_fadvise"], ["posix_fadvise", "pread"]])
-def test_the_stream_is_the_same_on_macos_and_windows(shards, monkeypatch, lacks):
-    for name in lacks:
-        monkeypatch.delattr(os, name, raising=False)
+def test_the_stream_is_the_same_on_macos(shards, monkeypatch):
+    monkeypatch.delattr(os, "posix_fadvise", raising=False)
     test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_again(shards)
 
 
-def test_x_and_y_are_a_sequence_without_its_last_and_without_its_first_token(shards):
-    loader = DataLoaderLite(shards, "train", 4, 8, shuffle=True)
-    for first in range(0, 1000, 4):
+@pytest.mark.parametrize("B", [4, 300], ids=["small", "more than an epoch"])
+def test_x_and_y_are_a_sequence_without_its_last_and_without_its_first_token(shards, B):
+    loader = DataLoaderLite(shards, "train", B, 8, shuffle=True)
+    for first in range(0, 1000, B):
         x, y = loader.next_batch()
         assert x.dtype == y.dtype == torch.int64
-        assert x.shape == y.shape == (4, 8)
-        for row, k in enumerate(range(first, first + 4)):
-            sequence = loader.sequence(k).tolist()
-            assert x[row].tolist() == sequence[:-1]
-            assert y[row].tolist() == sequence[1:]
+        sequences = np.stack([loader.sequence(k) for k in range(first, first + B)])
+        assert x.tolist() == sequences[:, :-1].tolist()
+        assert y.tolist() == sequences[:, 1:].tolist()
 
 
-@settings(max_examples=60, suppress_health_check=SHARED_FIXTURE)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.floats(0, 10), min_size=1, max_size=4),
     T=st.integers(1, 20),
@@ -100,7 +92,7 @@ def test_an_epoch_has_as_many_sequences_of_each_shard_as_the_rule_says_each_once
             assert mine == cut(tokens, T, offset)[:n]
 
 
-@settings(max_examples=30, suppress_health_check=SHARED_FIXTURE)
+@settings(max_examples=30)
 @given(
     steps=st.integers(1, 60),
     shuffle=st.booleans(),
@@ -108,32 +100,24 @@ def test_an_epoch_has_as_many_sequences_of_each_shard_as_the_rule_says_each_once
     ranks=st.integers(1, 4),
     B=st.integers(1, 5),
 )
-def test_ranks_and_micro_batches_only_split_a_steps_sequences(shards, steps, shuffle, T, ranks, B):
-    one = DataLoaderLite(shards, "train", B * ranks, T, shuffle=shuffle)
-    many = [
-        DataLoaderLite(shards, "train", B, T, rank, ranks, shuffle=shuffle) for rank in range(ranks)
-    ]
+def test_ranks_and_micro_batches_only_split_a_steps_sequences(corpus, steps, shuffle, T, ranks, B):
+    one = DataLoaderLite(corpus, "train", B * ranks, T, shuffle=shuffle)
+    many = [DataLoaderLite(corpus, "train", B, T, r, ranks, shuffle=shuffle) for r in range(ranks)]
     for _ in range(steps):
-        x, y = one.next_batch()
-        parts_x, parts_y = zip(*[loader.next_batch() for loader in many], strict=True)
-        assert torch.equal(x, torch.cat(parts_x))
-        assert torch.equal(y, torch.cat(parts_y))
+        parts = zip(*[loader.next_batch() for loader in many], strict=True)
+        for whole, part in zip(one.next_batch(), parts, strict=True):
+            assert torch.equal(whole, torch.cat(part))
         assert {loader.cursor for loader in many} == {one.cursor}
 
 
-@settings(max_examples=20, suppress_health_check=SHARED_FIXTURE)
-@given(
-    shuffle=st.booleans(),
-    consumed=st.integers(0, 200),
-    more=st.integers(1, 20),
-    B=st.integers(1, 4),
-)
-def test_the_cursor_is_the_whole_state(shards, shuffle, consumed, more, B):
-    loader = DataLoaderLite(shards, "train", B, 16, shuffle=shuffle)
+@settings(max_examples=20)
+@given(st.booleans(), st.integers(0, 200), st.integers(1, 20), st.integers(1, 4))
+def test_the_cursor_is_the_whole_state(corpus, shuffle, consumed, more, B):
+    loader = DataLoaderLite(corpus, "train", B, 16, shuffle=shuffle)
     for _ in range(consumed):
         loader.next_batch()
     assert loader.cursor == consumed * B
-    other = DataLoaderLite(shards, "train", B, 16, shuffle=shuffle)
+    other = DataLoaderLite(corpus, "train", B, 16, shuffle=shuffle)
     other.seek(loader.cursor)
     coming = [loader.next_batch()[0] for _ in range(more)]
     assert all(torch.equal(x, other.next_batch()[0]) for x in coming)
@@ -149,9 +133,7 @@ def test_batches_are_pinned_where_asked_by_the_thread_that_knows_its_gpu(shards,
         return x
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     DataLoaderLite(shards, "train", 2, 8).next_batch()
-    assert threads == []
     loader = DataLoaderLite(shards, "train", 2, 8, pin=True)
     loader.batch(0, 1)  # validation copies it once more
     assert threads == []
@@ -159,9 +141,11 @@ def test_batches_are_pinned_where_asked_by_the_thread_that_knows_its_gpu(shards,
     assert threads == [threading.main_thread()] * 2
 
 
-def test_every_epoch_and_every_seed_have_another_order_and_other_offsets(shards):
+def test_every_epoch_and_seed_has_its_own_order_and_offsets_the_same_on_every_machine(shards):
     loader = DataLoaderLite(shards, "train", 1, 8, shuffle=True)
     epochs = [epoch_of(loader, number) for number in range(4)]
+    stream = np.array(epochs[0], np.uint16)
+    assert hashlib.sha256(stream.tobytes()).hexdigest()[:16] == "9dd3078e7f15ed22"
     for seed in (1337, 1, 2):
         other = DataLoaderLite(shards, "train", 1, 8, shuffle=True, seed=seed)
         epochs.append(epoch_of(other, 0))
@@ -172,33 +156,15 @@ def test_every_epoch_and_every_seed_have_another_order_and_other_offsets(shards)
 
 def test_sequences_of_one_document_are_spread_over_the_epoch(tmp_path):
     write_shard(tmp_path / "a_train_000001.npy", np.arange(50_000, dtype=np.uint16))
-    loader = DataLoaderLite(tmp_path, "train", 8, 50, shuffle=True)
-    for _ in range(20):
-        x, _ = loader.next_batch()
-        firsts = sorted(x[:, 0].tolist())
-        assert firsts[-1] - firsts[0] > 10_000, "a batch comes from all of the shard"
-
-
-def test_the_shuffled_order_is_the_same_on_every_machine_and_in_every_version(shards):
-    loader = DataLoaderLite(shards, "train", 1, 8, shuffle=True)
-    stream = np.array(epoch_of(loader, 0), np.uint16)
-    assert hashlib.sha256(stream.tobytes()).hexdigest()[:16] == "9dd3078e7f15ed22"
-
-
-def test_a_batch_may_be_longer_than_the_whole_corpus(tmp_path):
-    write_shard(tmp_path / "a_train_000001.npy", [EOT, 1, 2, 3, 4])
-    x, y = DataLoaderLite(tmp_path, "train", 8, 4).next_batch()
-    assert x.tolist() == [[EOT, 1, 2, 3]] * 8
-    assert y.tolist() == [[1, 2, 3, 4]] * 8
+    x, _ = DataLoaderLite(tmp_path, "train", 20 * 8, 50, shuffle=True).next_batch()
+    low, high = x[:, 0].view(20, 8).aminmax(dim=1)
+    assert (high - low > 10_000).all(), "eight in a row come from all of the shard"
 
 
 def test_a_shard_of_a_hundred_million_tokens_opens_without_being_read(tmp_path, monkeypatch):
     path = tmp_path / "a_train_000001.npy"
-    header = io.BytesIO()
-    shape = {"descr": "<u2", "fortran_order": False, "shape": (100_000_000,)}
-    np.lib.format.write_array_header_1_0(header, shape)
-    path.write_bytes(header.getvalue())
-    os.truncate(path, len(header.getvalue()) + 200_000_000)  # a hole in the file: no disk is used
+    # a hole in the file: no disk is used
+    np.lib.format.open_memmap(path, "w+", np.uint16, (100_000_000,))
     read, pread = [], os.pread
 
     def counted(file, size, offset):
@@ -225,9 +191,7 @@ def test_an_epoch_opens_each_shard_once_has_it_read_ahead_and_keeps_one_open(tmp
     loader.wait()
     for first in range(0, loader.num_sequences, 5):  # a shard has 11: many batches have two
         loader.batch(first, min(5, loader.num_sequences - first))
-        files = [
-            Path(f"/proc/self/fd/{number}").resolve() for number in os.listdir("/proc/self/fd")
-        ]
+        files = [file.resolve() for file in Path("/proc/self/fd").iterdir()]
         assert sum(file.parent == tmp_path for file in files) == 1
     assert [call.args[1:] for call in advise.mock_calls] == [(0, 0, os.POSIX_FADV_WILLNEED)] * 50
 
@@ -275,32 +239,24 @@ def llm_c_header(magic: int, num_tokens: int) -> bytes:
     return header.tobytes()
 
 
-UNFINISHED = b'{"shards": [], "cursor": {"file": 0}}'
-GAPS = b'{"shards": [{"name": "x"}], "cursor": null}'
+INCOMPLETE = "is not complete; the same fineweb.py command"
 
 
-@pytest.mark.parametrize(
-    "name, content, words",
-    [
-        ("manifest.json", UNFINISHED, "is not complete; the same fineweb.py command"),
-        ("manifest.json", GAPS, "is not complete; the same fineweb.py command"),
-        ("manifest.json", b'{"name": "of another program"}', "no train shards"),
-        ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "make it again"),
-        ("x_train_000000.npy", b"", "make it again"),
-        ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "int64.*make it again"),
-        ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*make it again"),
-        ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "make it again"),
-        (
-            "x_train_000000.bin",
-            llm_c_header(20240801, 10) + bytes(20),
-            "token 55713.*made with another tokenizer",
-        ),
-        ("train.bin", bytes(101), "101 bytes"),
-        ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "8 tokens in 1 shard"),
-        ("x_train_000000.npy", npy(np.full(20, 50300, np.uint16)), "token 50300.*50257"),
-        ("x_val_000000.npy", npy(np.zeros(100, np.uint16)), "python fineweb.py.*--data-dir"),
-    ],
-)
+@pytest.mark.parametrize("name, content, words", [
+    ("manifest.json", b'{"shards": [], "cursor": {"file": 0}}', INCOMPLETE),
+    ("manifest.json", b'{"shards": [{"name": "x"}], "cursor": null}', INCOMPLETE),
+    ("manifest.json", b'{"name": "of another program"}', "no train shards"),
+    ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "make it again"),
+    ("x_train_000000.npy", b"", "make it again"),
+    ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "int64.*make it again"),
+    ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*make it again"),
+    ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "make it again"),
+    ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "55713.*another tokenizer"),
+    ("train.bin", bytes(101), "101 bytes"),
+    ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "8 tokens in 1 shard"),
+    ("x_train_000000.npy", npy(np.full(20, 50300, np.uint16)), "token 50300.*50257"),
+    ("x_val_000000.npy", npy(np.zeros(100, np.uint16)), "python fineweb.py.*--data-dir"),
+])  # fmt: skip
 def test_a_shard_that_cannot_be_used_is_one_sentence_with_its_name(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=words) as error:

@@ -42,10 +42,9 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    "error, traceback",
-    [(FileNotFoundError("x"), True), (UserError("x"), False), (OSError(errno.ENOSPC, "x"), False)],
-)
+@pytest.mark.parametrize("error, traceback", [
+    (FileNotFoundError("x"), True), (UserError("x"), False), (OSError(errno.ENOSPC, "x"), False),
+])  # fmt: skip
 def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsys):
     def main(_args):
         raise error
@@ -57,15 +56,12 @@ def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsy
     assert ("Traceback" in printed) == traceback
 
 
-@pytest.mark.parametrize(
-    "error, sentence",
-    [
-        (KeyError("n_layer"), r"^it cannot be read \(KeyError: 'n_layer'\); look$"),
-        (ValueError("two\n  lines"), r"\(ValueError: two lines\)"),
-        (ValueError("No. This file can still be loaded: run its code"), r"\(ValueError: No\.\)"),
-        (UserError("a sentence of ours"), "^a sentence of ours$"),
-    ],
-)
+@pytest.mark.parametrize("error, sentence", [
+    (KeyError("n_layer"), r"^it cannot be read \(KeyError: 'n_layer'\); look$"),
+    (ValueError("two\n  lines"), r"\(ValueError: two lines\)"),
+    (ValueError("No. This file can still be loaded: run its code"), r"\(ValueError: No\.\)"),
+    (UserError("a sentence of ours"), "^a sentence of ours$"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_sentence_and_a_sentence_of_ours_stays(error, sentence):
     with pytest.raises(UserError, match=sentence), reading("it", "look"):
         raise error
@@ -74,19 +70,16 @@ def test_what_cannot_be_read_is_one_sentence_and_a_sentence_of_ours_stays(error,
 # -- GPUs
 
 
-@pytest.mark.parametrize(
-    "name, known_as",
-    [
-        ("NVIDIA A100-SXM4-80GB", "A100"),
-        ("NVIDIA A100 80GB PCIe", "A100"),
-        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
-        ("NVIDIA H100 80GB HBM3", "H100"),
-        ("NVIDIA H100 PCIe", "H100-PCIe"),
-        ("Tesla V100-SXM2-32GB", "V100"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
-    ],
-)
+@pytest.mark.parametrize("name, known_as", [
+    ("NVIDIA A100-SXM4-80GB", "A100"),
+    ("NVIDIA A100 80GB PCIe", "A100"),
+    ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+    ("NVIDIA H100 80GB HBM3", "H100"),
+    ("NVIDIA H100 PCIe", "H100-PCIe"),
+    ("Tesla V100-SXM2-32GB", "V100"),
+    ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+    ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+])  # fmt: skip
 def test_a_gpu_is_known_by_the_name_that_cuda_gives(name, known_as):
     found = [gpu for gpu, (pattern, *_) in GPUS.items() if re.fullmatch(pattern, name)]
     assert found == ([known_as] if known_as else [])
@@ -122,19 +115,11 @@ def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, nam
 # -- imports
 
 
-def modules_of_the_house() -> dict[str, Path]:
-    """The modules by the names under which they are imported."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
-    names = {".".join(file.relative_to(ROOT).with_suffix("").parts): file for file in files}
-    return {name.removesuffix(".__init__"): file for name, file in names.items()}
-
-
 def imports_of(file: Path) -> set[str]:
     """What a file imports when it runs: modules, and their parts, which may be modules."""
     found = set()
     tree = ast.parse(file.read_text(encoding="utf-8"))
-    for_types = [node for node in tree.body if isinstance(node, ast.If)]  # if TYPE_CHECKING:
-    for node in for_types:
+    for node in [node for node in tree.body if isinstance(node, ast.If)]:  # if TYPE_CHECKING:
         assert "TYPE_CHECKING" in ast.unparse(node.test) or "__main__" in ast.unparse(node.test)
         tree.body.remove(node)
     for node in ast.walk(tree):
@@ -147,23 +132,17 @@ def imports_of(file: Path) -> set[str]:
     return found
 
 
-def test_support_imports_nothing_from_the_top_level_and_nothing_imports_in_a_circle():
-    house = modules_of_the_house()
+def test_support_imports_nothing_from_the_top_level_nor_in_a_circle_and_has_four_floors_at_most():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py")]
+    names = [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
+    house = {n.removesuffix(".__init__"): file for n, file in zip(names, files, strict=True)}
     graph = {name: imports_of(file) & house.keys() for name, file in house.items()}
     assert graph["train_gpt2"] >= {"config", "model", "support.checkpoint"}
-    for name, ours in graph.items():
-        if name.startswith("support"):
-            assert all(other.startswith("support") for other in ours), (name, ours)
-    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
-
-
-def test_support_has_at_most_four_floors():
-    house = modules_of_the_house()
-    rooms = {name for name in house if name.startswith("support.")}
-    graph = {name: imports_of(house[name]) & rooms for name in rooms}
-    floors: dict[str, int] = {}
-    for name in TopologicalSorter(graph).static_order():
-        floors[name] = 1 + max((floors[other] for other in graph[name]), default=0)
+    floors = {"support": 0}
+    for name in TopologicalSorter(graph).static_order():  # CycleError names a circle
+        if name.startswith("support."):
+            assert all(other.startswith("support") for other in graph[name]), (name, graph[name])
+            floors[name] = 1 + max((floors[other] for other in graph[name]), default=0)
     assert max(floors.values()) <= 4, floors
 
 

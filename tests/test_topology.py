@@ -7,10 +7,9 @@ import os
 import re
 import shutil
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from conftest import (
     LONGEST,
     ROOT,
-    command,
     losses,
     read_records,
     run_program,
@@ -30,17 +28,22 @@ from conftest import (
     warm_train,
     weights_hash,
 )
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 from config import TrainConfig
-from model import GPT, GPTConfig
-from support import sharding
-from support.device import autocast
 from support.distributed import World
 from support.log import Log
 from support.resume import as_restarted
 
 # an update of eight sequences, so that 4 ranks have 2 each; a later flag counts more
 EIGHT = "--total-batch-size 128 --max-steps 10 --keep-checkpoints 9"
+SIXTY = f"{EIGHT} --max-steps 60 --checkpoint-every 10"
+
+
+def torchrun(shards, log_dir, flags: str, *options: str) -> list[str]:
+    """The command of a tiny run, with options of torchrun."""
+    run = [ROOT / "train_gpt2.py", *tiny_run(shards, log_dir, flags)]
+    return [sys.executable, "-m", "torch.distributed.run", *options, *map(str, run)]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -72,17 +75,14 @@ def test_every_number_of_processes_micro_batch_and_sharding_makes_the_same_run(
     train(shards, tmp_path / "one", f"{flags} --batch-size 16")
     reference = losses(tmp_path / "one")
     made = {}
-    # one process has nothing to share
-    ways = [(1, "ddp"), *itertools.product((2, 4), ("ddp", "zero1", "fsdp"))]
+    ways = [(1, "ddp"), *itertools.product((2, 4), ("ddp", "zero1", "fsdp"))]  # 1 shards nothing
     for (ranks, strategy), B in itertools.product(ways, (1, 2, 4)):
         log_dir = tmp_path / f"{ranks}-{B}-{strategy}"
         train(shards, log_dir, f"{flags} --batch-size {B} --sharding {strategy}", ranks=ranks)
         assert losses(log_dir) == pytest.approx(reference, rel=1e-5), log_dir.name
         made[ranks, strategy] = log_dir
-    origins = [(2, "ddp"), (2, "zero1"), (2, "fsdp")]
-    for origin, (ranks, strategy) in itertools.product(origins, ways):
-        log_dir = tmp_path / "moved"
-        shutil.copytree(made[origin], log_dir)
+    for origin, (ranks, strategy) in itertools.product(ways[1:4], ways):
+        log_dir = shutil.copytree(made[origin], tmp_path / "moved")
         goes_on = f"{flags} --sharding {strategy} --resume"
         train(shards, log_dir, goes_on, log_dir / "ckpt_000005", ranks=ranks)
         assert losses(log_dir) == pytest.approx(reference, rel=1e-5), (origin, ranks, strategy)
@@ -92,24 +92,37 @@ def test_every_number_of_processes_micro_batch_and_sharding_makes_the_same_run(
 # -- processes that die
 
 
+def kill_a_rank(args: list[str], wait: Callable) -> str:
+    """Runs torchrun, kills one of its two processes after a wait, and returns what it prints."""
+    with started(args) as process:
+        workers: list[str] = []
+        while len(workers) < 2:
+            assert process.poll() is None, process.communicate()
+            workers = run_program(["pgrep", "-P", str(process.pid)]).stdout.split()
+        wait(process)
+        with contextlib.suppress(ProcessLookupError):  # it may have ended
+            os.kill(int(workers[-1]), signal.SIGKILL)
+        out, err = process.communicate(timeout=LONGEST)
+    assert process.returncode == 0, err
+    return out + err
+
+
+def assert_same_sixty(log_dir, whole) -> None:
+    assert losses(log_dir) == losses(whole), log_dir.name
+    assert weights_hash(log_dir / "ckpt_000060") == weights_hash(whole / "ckpt_000060")
+
+
 def test_when_a_rank_dies_torchrun_restarts_and_the_run_ends_as_if_nothing_had_happened(
     shards, tmp_path
 ):
-    flags = f"{EIGHT} --max-steps 60 --checkpoint-every 10 --overwrite"
-    train(shards, tmp_path / "whole", flags, ranks=2)
-    args = command("train_gpt2.py", *tiny_run(shards, tmp_path / "cut", flags), ranks=2)
-    args.insert(args.index("--standalone"), "--max-restarts=3")
-    with started(args) as process:
-        wait_for(tmp_path / "cut" / "ckpt_000010", process)
-        workers = run_program(["pgrep", "-P", str(process.pid)]).stdout.split()
-        os.kill(int(workers[-1]), signal.SIGKILL)
-        out, err = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, err
-    assert "resuming from" in out, err
-    assert err.count("failed (exitcode") == 1, "the restarted processes found each other at once"
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    last = "ckpt_000060"
-    assert weights_hash(tmp_path / "cut" / last) == weights_hash(tmp_path / "whole" / last)
+    cut = tmp_path / "cut"
+    train(shards, tmp_path / "whole", SIXTY, ranks=2)
+    options = ["--standalone", "--nproc_per_node=2", "--max-restarts=3"]
+    args = torchrun(shards, cut, f"{SIXTY} --overwrite", *options)
+    printed = kill_a_rank(args, lambda process: wait_for(cut / "ckpt_000010", process))
+    assert "resuming from" in printed
+    assert printed.count("failed (exitcode") == 1, "the restarted ones found each other at once"
+    assert_same_sixty(cut, tmp_path / "whole")
 
 
 @pytest.mark.parametrize("flags, goes_on", [
@@ -142,27 +155,6 @@ def test_a_restart_goes_on_with_the_run_that_its_own_launch_began(
     assert as_restarted(typed, World("cpu")) == typed, "python has no restarts"
 
 
-def kill_a_rank_early(shards, old, log_dir, backend: str, delay: float, flags: str) -> None:
-    """Overwrites a copy of an old run by a new one, and kills a rank of it soon."""
-    shutil.copytree(old, log_dir)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meet = [f"--rdzv_backend={backend}", f"--rdzv_endpoint=127.0.0.1:{port}", "--rdzv_id=same"]
-    args = command("train_gpt2.py", *tiny_run(shards, log_dir, f"{flags} --overwrite"), ranks=2)
-    at = args.index("--standalone")
-    args[at : at + 1] = [*meet, "--nnodes=1", "--max-restarts=3"]
-    with started(args) as process:
-        workers: list[str] = []
-        while len(workers) < 2:
-            assert process.poll() is None, process.communicate()
-            workers = run_program(["pgrep", "-P", str(process.pid)]).stdout.split()
-        time.sleep(delay)
-        with contextlib.suppress(ProcessLookupError):  # it may have ended
-            os.kill(int(workers[-1]), signal.SIGKILL)
-        _, err = process.communicate(timeout=LONGEST)
-    assert process.returncode == 0, err
-
-
 OFTEN = (0.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)  # imports take the first two or three
 
 
@@ -174,26 +166,24 @@ OFTEN = (0.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)  # imports take the first 
 def test_a_rank_killed_soon_after_the_start_never_brings_back_the_run_that_was_overwritten(
     shards, tmp_path, backend, delays
 ):
-    flags = f"{EIGHT} --batch-size 1 --max-steps 60 --checkpoint-every 10"
+    flags = f"{SIXTY} --batch-size 1"
     train(shards, tmp_path / "whole", flags, ranks=2)
-    other = f"{flags} --batch-size 8 --learning-rate 0.02".split()
+    other = f"{SIXTY} --batch-size 8 --learning-rate 0.02".split()
     warm_train(shards, tmp_path / "old", *other, TORCHELASTIC_RUN_ID="same")
     for delay in delays:
-        log_dir = tmp_path / str(delay)
-        kill_a_rank_early(shards, tmp_path / "old", log_dir, backend, delay, flags)
-        assert losses(log_dir) == losses(tmp_path / "whole"), log_dir.name
-        last = "ckpt_000060"
-        assert weights_hash(log_dir / last) == weights_hash(tmp_path / "whole" / last)
+        log_dir = shutil.copytree(tmp_path / "old", tmp_path / str(delay))
+        meet = [f"--rdzv_backend={backend}", f"--rdzv_endpoint=127.0.0.1:{get_free_port()}"]
+        options = [*meet, "--rdzv_id=same", "--nnodes=1", "--nproc_per_node=2", "--max-restarts=3"]
+        args = torchrun(shards, log_dir, f"{flags} --overwrite", *options)
+        kill_a_rank(args, lambda _, delay=delay: time.sleep(delay))
+        assert_same_sixty(log_dir, tmp_path / "whole")
 
 
 def test_two_nodes_that_meet_through_c10d_make_the_run_of_one(shards, tmp_path):
     train(shards, tmp_path / "one", EIGHT)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1"]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{port}"]
-    run = [ROOT / "train_gpt2.py", *tiny_run(shards, tmp_path / "two", EIGHT)]
-    args = [*launcher, *meet, *map(str, run)]
+    meet = ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{get_free_port()}"]
+    options = ["--nnodes=2", "--nproc_per_node=1", *meet]
+    args = torchrun(shards, tmp_path / "two", EIGHT, *options)
     with started(args) as first, started(args) as second:
         for node in (first, second):
             _, err = node.communicate(timeout=LONGEST)
@@ -260,8 +250,9 @@ def test_a_rank_that_ends_while_gloo_frees_a_tensor_is_not_taken_for_one_that_di
 # -- memory
 
 COUNT_PAGES = """
-import resource, runpy, sys
+import resource, sys
 import torch
+import train_gpt2
 
 def count_pages():
     torch.zeros(2**25)  # 128 MB
@@ -270,11 +261,7 @@ def count_pages():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 before = count_pages()
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-except SystemExit as end:
-    assert not end.code
+train_gpt2.main(sys.argv[1:])
 print("pages", before, count_pages())
 """
 
@@ -282,7 +269,7 @@ print("pages", before, count_pages())
 @pytest.mark.skipif(sys.platform != "linux", reason="a setting of glibc")
 def test_a_large_tensor_takes_the_pages_of_the_one_before_it(shards, tmp_path):
     arguments = tiny_run(shards, tmp_path / "log", "--max-steps 4")
-    done = run_program([sys.executable, "-c", COUNT_PAGES, "train_gpt2.py", *arguments])
+    done = run_program([sys.executable, "-c", COUNT_PAGES, *map(str, arguments)])
     pages = re.search(r"pages (\d+) (\d+)", done.stdout)
     assert pages, done.stdout + done.stderr
     before, after = map(int, pages.groups())
@@ -297,46 +284,3 @@ def test_memory_stays_flat_over_two_thousand_steps_with_evaluations(shards, tmp_
     train(shards, tmp_path / "log", flags, MALLOC_MMAP_THRESHOLD_="262144")
     memory = {r["step"]: r["memory"] for r in read_records(tmp_path / "log", "train")}
     assert memory[1999] - memory[600] < 8 * 2**20, "the peak of the process still grows"
-
-
-def state_bytes(strategy: str) -> None:
-    """What each process of torchrun runs. It prints its bytes of weights, gradients and moments.
-
-    The model has gpt2-xl's width and 6 layers.
-    """
-    with World("cpu") as world:
-        model = GPT(GPTConfig(block_size=16, n_layer=6, n_head=25, n_embd=1600))
-        sharding.shard(model, world, strategy)
-        wrapped = sharding.wrap(model, world)
-        optimizers = model.configure_optimizers()
-        x = torch.zeros(1, 16, dtype=torch.int64)
-        for _ in range(2):
-            with autocast(world.device, torch.float32):
-                _, loss = wrapped(x, x)
-            loss.backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        params = list(model.parameters())
-        found = bytes_here(params) + bytes_here(p.grad for p in params)
-        for optimizer in optimizers:
-            for moments in optimizer.state.values():
-                found += bytes_here(moments.values())
-        print("bytes per parameter", found / sum(p.numel() for p in params), flush=True)
-
-
-def bytes_here(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes that this process holds of them, which may be a part of each."""
-    return sum(x.to_local().nbytes if hasattr(x, "to_local") else x.nbytes for x in tensors)
-
-
-@pytest.mark.torture
-@pytest.mark.parametrize("sharding, expected", [("ddp", 16), ("zero1", 8), ("fsdp", 8)])
-def test_weights_gradients_and_moments_take_the_bytes_that_the_arithmetic_says(sharding, expected):
-    done = run_script("tests/test_topology.py", sharding, ranks=2, PYTHONPATH=str(ROOT))
-    measured = [float(x) for x in re.findall(r"bytes per parameter ([\d.]+)", done.stdout)]
-    assert len(measured) == 2
-    assert all(abs(m / expected - 1) < 0.1 for m in measured), measured
-
-
-if __name__ == "__main__":
-    state_bytes(sys.argv[1])
