@@ -10,6 +10,7 @@ from conftest import ROOT, losses, read_records, run_script, tiny_run, weights_h
 import train_gpt2
 from config import parse_command_line
 from support import sharding
+from support.device import prepare_device
 from support.distributed import World
 
 WAYS = {  # how a run is wrapped, and what then is the type of the model that trains
@@ -43,6 +44,7 @@ def train_all(folder: Path, device: str, flags: str) -> None:
 
     sharding.wrap = noted_wrap
     torch.serialization.add_safe_globals([Alone])  # checkpoints hold the number of processes
+    prepare_device(device, "--deterministic" in flags)
     with World(device) as group:
         group.size = Alone(1)
         group.join()
