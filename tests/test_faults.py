@@ -46,10 +46,11 @@ from support.resume import identify_data
 RESUME = (*EVERY_TWO, "--resume", "auto")
 
 
-def test_a_run_that_is_past_max_steps_is_done_and_touches_nothing(corpus, run_dir):
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_run_at_or_past_max_steps_is_done_and_touches_nothing(corpus, run_dir, steps):
     before = contents(run_dir)
-    done = train(corpus, run_dir, *RESUME, "--max-steps", 3)
-    assert done.returncode == 0 and "done" in done.stdout
+    done = train(corpus, run_dir, *RESUME, "--max-steps", steps)
+    assert done.returncode == 0 and "done: " in done.stdout and "nothing is left" in done.stdout
     assert contents(run_dir) == before
 
 
@@ -538,21 +539,19 @@ def test_a_rank_that_fails_says_so_and_is_gone_while_its_peer_stands_still(warm,
     assert_told(done, "rank 0 has a reason")
 
 
-def test_a_save_that_fails_on_rank_0_ends_all_ranks_with_a_sentence(corpus, tmp_path):
-    full_disk = dict(largest_file=50_000)
-    done = train(corpus, tmp_path / "log", "--checkpoint-every", 1, **full_disk, **two_ranks())
-    assert_told(done, "ckpt_000001 cannot be written", "rank 1: another process has failed")
+BESIDE = "tests/beside.py"  # a thread writes, and a failure shows at the next update or the end
+SAVES = [("train_gpt2.py", 99, 2), (BESIDE, 99, 1), (BESIDE, 99, 2), (BESIDE, 8, 2)]
 
 
-@pytest.mark.parametrize("steps, ranks", [(99, 1), (99, 2), (8, 2)])
-def test_a_thread_that_cannot_save_ends_all_ranks_at_the_next_update_or_at_the_end(
-    warm, corpus, run_dir, steps, ranks
+@pytest.mark.parametrize("script, steps, ranks", SAVES)
+def test_a_save_that_fails_ends_all_ranks_with_a_sentence(
+    warm, corpus, run_dir, script, steps, ranks
 ):
     before = {path: contents(path) for path in checkpoint.checkpoints(run_dir)}
-    slow = ("--total-batch-size", 1024, "--batch-size", 1)  # many checks an update
-    flags = ("--max-steps", steps, "--checkpoint-every", 8, "--resume", "auto", *slow)
+    flags = f"--max-steps {steps} --checkpoint-every 8 --resume auto"
+    slow = "--total-batch-size 1024 --batch-size 1"  # many checks an update
     options = dict(largest_file=50_000, **(two_ranks() if ranks == 2 else {}))
-    done = warm.run("tests/beside.py", *tiny_run(corpus, run_dir, "", *flags), **options)
+    done = warm.run(script, *tiny_run(corpus, run_dir, f"{flags} {slow}"), **options)
     told = ["rank 1: another process has failed"] if ranks == 2 else []
     assert_told(done, "ckpt_000008 cannot be written", "older files are intact", *told)
     assert "done:" not in done.stdout and len(losses(run_dir)) < 16, "no later save finds it"

@@ -53,13 +53,6 @@ def test_weights_go_to_transformers_and_back_bit_for_bit(tmp_path, shape):
         assert torch.equal(logits, back(idx)[0])
 
 
-def test_the_model_card_has_the_facts(tmp_path, tiny):
-    tiny.save_pretrained(tmp_path, card={"data": "my.txt", "command": "python x.py | tee log"})
-    card = (tmp_path / "README.md").read_text(encoding="utf-8")
-    assert "2M parameters" in card
-    assert "| data | my.txt |\n| command | python x.py \\| tee log |\n" in card
-
-
 @pytest.mark.parametrize("old", [{}, dict(_use_new_zipfile_serialization=False)])
 def test_weights_as_on_the_hub_load_without_the_prefix_with_masks_and_as_a_pickle(tmp_path, old):
     ours = random_model()
@@ -76,8 +69,11 @@ def test_weights_as_on_the_hub_load_without_the_prefix_with_masks_and_as_a_pickl
     assert same_weights(GPT.from_pretrained(tmp_path), ours)
 
 
-def test_the_tokenizer_beside_the_weights_is_gpt2s(tmp_path, tiny):
-    tiny.save_pretrained(tmp_path)
+def test_beside_the_weights_are_a_card_with_the_facts_and_gpt2s_tokenizer(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path, card={"data": "my.txt", "command": "python x.py | tee log"})
+    card = (tmp_path / "README.md").read_text(encoding="utf-8")
+    assert "2M parameters" in card
+    assert "| data | my.txt |\n| command | python x.py \\| tee log |\n" in card
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.eos_token_id == EOT
     assert tokenizer.model_max_length == 32
@@ -189,12 +185,6 @@ def test_other_models_and_truncated_files_are_refused_in_a_sentence(tmp_path, ch
     assert "\n" not in str(refusal.value)
 
 
-def test_a_log_dir_is_no_model_but_its_checkpoints_are_named(tmp_path):
-    (tmp_path / "ckpt_000006").mkdir()
-    with pytest.raises(UserError, match=r"config.json is missing: .*/ckpt_000006"):
-        GPT.from_pretrained(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["no-such-model", "owner/a-model.of_2"])
 def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, name):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:1")
@@ -204,11 +194,15 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["log/run/ckpt_000200", "here/ckpt", "data/x", "./x", "~/x", "/x"])
-def test_a_misspelt_path_is_no_model_of_the_hub(tmp_path, monkeypatch, name):
+def test_a_misspelt_path_is_no_model_of_the_hub_and_a_log_dir_names_its_own(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "ckpt_000006").mkdir(parents=True)
     with pytest.raises(UserError, match=f"^{name}: there is no such directory$"):
         GPT.from_pretrained(name)
+    with pytest.raises(UserError, match=r"config.json is missing: .*here/ckpt_000006"):
+        GPT.from_pretrained("here")
 
 
 # -- the label: is this code a GPT-2?
@@ -273,7 +267,9 @@ def test_code_that_computes_something_else_is_no_gpt2(monkeypatch, part, name, c
     assert re.search(sentence, difference())
 
 
-def test_a_subclass_is_what_it_computes():
+def test_a_model_is_what_it_computes_whatever_its_class_its_harmless_fields_and_its_context():
+    for fields in (dict(pad_vocab_to=1), dict(activation_checkpointing=True), dict(block_size=1)):
+        assert difference(**fields) == ""
     same = type("SameLoss", (GPT,), dict(loss=loss_of()))
     other = type("Scaled", (GPT,), dict(logits=lambda self, x: GPT.logits(self, x) / 7))
     assert same(GPTConfig(**SMALL)).fingerprint.difference == ""
@@ -285,11 +281,6 @@ def test_another_tensor_anywhere_is_no_gpt2():
     ours.transformer.h[2].mlp.c_proj = torch.nn.Linear(4 * 48, 48, bias=False)
     sentence = "tensor transformer.h.2.mlp.c_proj.bias is missing here, and (48,) in GPT-2"
     assert ours.fingerprint.difference == sentence
-
-
-def test_this_code_is_a_gpt2_whatever_its_harmless_fields_and_its_context():
-    for fields in (dict(pad_vocab_to=1), dict(activation_checkpointing=True), dict(block_size=1)):
-        assert difference(**fields) == ""
 
 
 def test_no_setting_of_precision_changes_the_label_or_is_changed_and_no_number_is_drawn():

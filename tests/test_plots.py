@@ -131,9 +131,6 @@ def test_published_baselines_appear_for_their_own_text_and_size(tmp_path):
 def test_the_untrained_loss_is_an_arrow_and_not_a_ramp_across_the_picture(tmp_path):
     run = read_run(write_run(tmp_path / "run"))
     axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
-    [validation] = [line for line in axis.lines if line.get_color() == plots.RED]
-    assert list(validation.get_ydata()) == pytest.approx(run.streams["val"][1][1:])
-    assert axis.get_ylim()[1] < 8, "the view ends above the last nine tenths, not at 10.3"
     above = "▲\n10.30\n(above)"
     assert sorted(labels(axis)) == ["training 3.33 (last 10)", "validation 3.317", above]
 

@@ -98,7 +98,9 @@ def test_every_preset_is_valid_and_any_flag_overrides_it(name, tmp_path, monkeyp
 # -- the step
 
 
-def step_on(model, optimizers, sequences, B: int, lr: float, grad_clip=0.0, judge=None):
+def step_on(
+    model, optimizers, sequences, B: int, lr=0.1, grad_clip=0.0, judge=None, wait=None, stop=None
+):
     """One update on all the sequences (N, T+1), in micro-batches of B -> loss, norm."""
     parts = iter(sequences.split(B))
 
@@ -110,10 +112,10 @@ def step_on(model, optimizers, sequences, B: int, lr: float, grad_clip=0.0, judg
         model=model,
         optimizers=optimizers,
         scaler=torch.amp.GradScaler("cpu", enabled=False),
-        loader=SimpleNamespace(next_batch=next_batch, wait=lambda: None),
+        loader=SimpleNamespace(next_batch=next_batch, wait=wait or Mock()),
         grad_accum_steps=len(sequences) // B,
         world=WORLD,
-        stop=Stop(WORLD),
+        stop=stop or Stop(WORLD),
         dtype=torch.float32,
         lr=lr,
         grad_clip=grad_clip,
@@ -179,60 +181,41 @@ def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, name):
     optimizers = tiny.configure_optimizers(name)
     before = {name: p.clone() for name, p in tiny.named_parameters()}
     sequences = torch.randint(0, 50257, (2, 9))
-    step_on(tiny, optimizers, sequences, B=2, lr=0.1, judge=lambda loss, norm: "why")
+    step_on(tiny, optimizers, sequences, B=2, judge=lambda loss, norm: "why")
     assert all(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
     assert not any(optimizer.state for optimizer in optimizers)
     assert all(p.grad is None for p in tiny.parameters())
-    step_on(tiny, optimizers, sequences, B=2, lr=0.1, judge=lambda loss, norm: "")
+    step_on(tiny, optimizers, sequences, B=2, judge=lambda loss, norm: "")
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
 
 
 def test_a_batch_that_is_not_needed_yet_may_be_unreadable(tiny):
     """The next batch is read ahead. What cannot be read ends the run when its turn comes."""
     optimizers = tiny.configure_optimizers()
-    sequences = torch.randint(0, 50257, (4, 9))
-    stop = Stop(WORLD)
-    batches = [(sequences[:, :-1], sequences[:, 1:])]
-
-    def wait():
-        if not batches:
-            raise UserError("the shard is gone")
-
-    loader = SimpleNamespace(next_batch=batches.pop, wait=wait)
-    step = dict(model=tiny, optimizers=optimizers, loader=loader, grad_accum_steps=1, world=WORLD)
-    step |= dict(stop=stop, scaler=torch.amp.GradScaler("cpu", enabled=False))
-    step |= dict(dtype=torch.float32, lr=0.1, grad_clip=1.0)
-    loss, _, _ = train_step(**step)
+    gone = Mock(side_effect=UserError("the shard is gone"))
+    batch = dict(sequences=torch.randint(0, 50257, (4, 9)), B=4, wait=gone, stop=Stop(WORLD))
+    loss, _ = step_on(tiny, optimizers, **batch)
     assert loss.isfinite() and optimizers[0].state, "the update is made"
     with pytest.raises(Interrupted, match="the shard is gone"):
-        train_step(**step)
+        step_on(tiny, optimizers, **batch)
+
+
+def validate(model: GPT, data_dir: Path, B: int, T: int, val_tokens: int = 10**9) -> tuple:
+    """The loss and the bits per byte."""
+    loader = DataLoaderLite(data_dir, "val", B, T)
+    alone = dict(world=WORLD, stop=Stop(WORLD), dtype=torch.float32)
+    return evaluate.validate(model=model, loader=loader, val_tokens=val_tokens, **alone)
 
 
 @pytest.mark.parametrize("B", [1, 3, 50])
 def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch(shards, tiny, B):
-    loader = DataLoaderLite(shards, "val", B, 16)
-    x, y = loader.batch(0, 20)
+    x, y = DataLoaderLite(shards, "val", B, 16).batch(0, 20)
     with torch.no_grad():
         expected = tiny(x, y)[1].item()
     tiny.train()
-    val_loss, _ = evaluate.validate(
-        model=tiny,
-        loader=loader,
-        val_tokens=20 * 16 + 5,
-        world=WORLD,
-        stop=Stop(WORLD),
-        dtype=torch.float32,
-    )
-    assert val_loss == pytest.approx(expected, rel=1e-5)
+    loss, _ = validate(tiny, shards, B, T=16, val_tokens=20 * 16 + 5)
+    assert loss == pytest.approx(expected, rel=1e-5)
     assert tiny.training
-
-
-def bits_per_byte(tokens: list[int], folder: Path, model: GPT, B: int) -> tuple:
-    """validate's answer on one document after the other, in sequences of 8 tokens."""
-    np.save(folder / "a_val_000000.npy", np.array(tokens, np.uint16))
-    loader = DataLoaderLite(folder, "val", B=B, T=8)
-    everything = dict(val_tokens=10**9, world=WORLD, stop=Stop(WORLD), dtype=torch.float32)
-    return evaluate.validate(model=model, loader=loader, **everything)
 
 
 def test_bits_per_byte_share_the_losses_of_the_text_among_its_bytes(tmp_path, tiny):
@@ -244,15 +227,17 @@ def test_bits_per_byte_share_the_losses_of_the_text_among_its_bytes(tmp_path, ti
     is_text = targets.flatten() != EOT
     assert not is_text.all(), "an end of text is among the targets"
     sizes = [len(get_tokenizer().decode_single_token_bytes(t)) for t in targets.flatten()[is_text]]
+    np.save(tmp_path / "a_val_000000.npy", np.array(tokens, np.uint16))
     for B in (1, 2, 50):
-        loss, bits = bits_per_byte(tokens, tmp_path, tiny, B)
+        loss, bits = validate(tiny, tmp_path, B, T=8)
         assert loss == pytest.approx(nats.mean().item(), rel=1e-6), "all targets, as ever"
         expected = nats[is_text].sum().item() / math.log(2) / sum(sizes)
         assert bits == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_validation_split_without_text_has_a_loss_and_no_bits_per_byte(tmp_path, tiny):
-    loss, bits = bits_per_byte([EOT] * 33, tmp_path, tiny, B=2)
+    np.save(tmp_path / "a_val_000000.npy", np.full(33, EOT, np.uint16))
+    loss, bits = validate(tiny, tmp_path, B=2, T=8)
     assert loss > 0 and bits is None
 
 
@@ -323,11 +308,22 @@ def test_evaluations_leave_training_as_it_is_and_the_best_checkpoint_stays(corpu
     assert losses(tmp_path / "log") == losses(tmp_path / "plain")
     last = "ckpt_000008"
     assert weights_hash(tmp_path / "log" / last) == weights_hash(tmp_path / "plain" / last)
-    scores = {r["step"]: r["val_loss"] for r in read_records(tmp_path / "log", "val")[1:]}
-    best = min(scores, key=lambda step: scores[step])
-    assert 0 < best < 8
-    kept = checkpoint.checkpoints(tmp_path / "log")
-    assert [checkpoint.step_of(path) for path in kept] == [best, 8]
+    train(corpus, tmp_path / "clock", f"{flags} {often} --checkpoint-minutes 1e-9 --no-save-best")
+    for log_dir in (tmp_path / "log", tmp_path / "clock"):
+        scores = {r["step"]: r["val_loss"] for r in read_records(log_dir, "val")[1:]}
+        best = min(scores, key=lambda step: scores[step])
+        kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(log_dir)]
+        assert 0 < best < 8 and kept == [best, 8], "due by --save-best, or by the clock"
+
+
+def assert_same_bits(path: Path, other: Path) -> dict:
+    """Two checkpoints have the same weights, moments and scaler -> the state of the first."""
+    assert weights_hash(path) == weights_hash(other)
+    state, other_state = map(checkpoint.load_state, (path, other))
+    assert state["scaler"] == other_state["scaler"]
+    moments = [each["optimizer"]["state"] for each in (state, other_state)]
+    torch.testing.assert_close(*moments, rtol=0, atol=0)
+    return state
 
 
 @pytest.mark.parametrize("way", ["", "--compile", "--optimizer muon", "--dtype float16"])
@@ -344,15 +340,10 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, wa
     assert "ckpt_000004: 4 updates" in done.stdout
     assert losses(cut) == losses(whole)
     assert (cut / "log.txt").read_text() == (whole / "log.txt").read_text()
-    assert weights_hash(cut / last) == weights_hash(whole / last)
-    a = checkpoint.load_state(cut / last)
-    b = checkpoint.load_state(whole / last)
-    assert a["scaler"] == b["scaler"]
-    assert bool(a["scaler"]) == ("float16" in way)
-    moments = a["optimizer"]["state"]
-    assert len(moments["transformer.wte.weight"]["exp_avg"]) == 50257, "the padding is not saved"
-    for name, values in b["optimizer"]["state"].items():
-        assert all(torch.equal(moments[name][key], x) for key, x in values.items())
+    state = assert_same_bits(cut / last, whole / last)
+    assert bool(state["scaler"]) == ("float16" in way)
+    moments = state["optimizer"]["state"]["transformer.wte.weight"]["exp_avg"]
+    assert len(moments) == 50257, "the padding is not saved"
 
 
 def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
@@ -434,11 +425,8 @@ def test_a_run_trains_on_while_a_thread_writes_what_it_had_at_that_step(
     done = call("train_gpt2.py", *tiny_run(corpus, log_dir, flags))
     assert done.returncode == 0 and f"--model {log_dir}/ckpt_000006" in done.stdout, done
     for path in checkpoint.checkpoints(tmp_path / "whole"):
-        mine = log_dir / path.name
-        assert weights_hash(mine) == weights_hash(path) and not checkpoint.damage_of(mine)
-        moments = checkpoint.load_state(mine)["optimizer"]["state"]
-        for parameter, values in checkpoint.load_state(path)["optimizer"]["state"].items():
-            assert all(torch.equal(moments[parameter][key], x) for key, x in values.items())
+        assert_same_bits(log_dir / path.name, path)
+        assert not checkpoint.damage_of(log_dir / path.name)
 
 
 @pytest.mark.parametrize("end", ["diverged", "signal", "full disk"])
@@ -513,16 +501,11 @@ def test_a_state_from_another_kind_of_device_is_loaded_for_the_fused_kernels_of_
     moments = checkpoint.load_state(finished / "ckpt_000004")["optimizer"]
     for group in moments["param_groups"]:
         group["fused"] = False
-    load = torch.optim.AdamW.load_state_dict
-    loaded = []
-
-    def spy(self, state_dict):
-        loaded.extend(group["fused"] for group in state_dict["param_groups"])
-        load(self, state_dict)
-
-    monkeypatch.setattr(torch.optim.AdamW, "load_state_dict", spy)
+    load = Mock(wraps=adamw.load_state_dict)
+    monkeypatch.setattr(adamw, "load_state_dict", load)
     checkpoint.load_optimizers(model, [adamw], moments)
-    assert loaded == [True, True]
+    groups = load.call_args.kwargs["state_dict"]["param_groups"]
+    assert [group["fused"] for group in groups] == [True, True]
     assert all(state["step"] == 4 for state in adamw.state.values())
 
 
@@ -602,30 +585,16 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
         fit_batch_size(tiny, config, gpu, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "already, left",
-    [
-        ({}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "a:1"}, {"PYTORCH_ALLOC_CONF": "a:1"}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "b:2"}, {"PYTORCH_CUDA_ALLOC_CONF": "b:2"}),
-    ],
-)
-def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, already, left):
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    for name in names:
-        monkeypatch.setenv(name, "")  # so that it is restored
-        os.environ.pop(name)
-    os.environ.update(already)
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, name):
+    set_by_user = {name: "a:1"} if name else {}
     found = []
-
-    def start_cuda(_device):
-        found.append({name: os.environ[name] for name in names if name in os.environ})
-
+    monkeypatch.setattr(os, "environ", set_by_user.copy())
     monkeypatch.setattr("support.distributed.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    monkeypatch.setattr("torch.cuda.set_device", start_cuda)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(os.environ.copy()))
     World("cuda")
-    assert found == [left]
+    assert found == [set_by_user or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
 
 
 @pytest.mark.parametrize("user, nvls", [({}, "0"), ({"NCCL_NVLS_ENABLE": "1"}, "1")])
@@ -907,16 +876,13 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
 
 
 def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(run_dir):
-    def fail(_about, _step):
-        raise ConnectionError
-
     config = TrainConfig(log_dir=str(run_dir), overwrite=True)
     log = Mock()
-    log.open_tracker = fail
+    log.open_tracker.side_effect = ConnectionError
     with pytest.raises(ConnectionError):
         start_logs(config, log, None, {})
     assert len(checkpoint.checkpoints(run_dir)) == 3
-    log.open_tracker = Mock()
+    log.open_tracker.side_effect = None
     start_logs(config, log, None, {})
     assert not checkpoint.checkpoints(run_dir)
     assert not (run_dir / "report.md").exists(), "it was about the old run"
@@ -1096,15 +1062,6 @@ def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_p
     assert f"| best checkpoint | {words} |" in (log_dir / "report.md").read_text()
 
 
-def test_a_checkpoint_that_the_clock_asked_for_can_be_the_best(corpus, tmp_path):
-    flags = "--max-steps 8 --learning-rate 1 --min-lr-frac 1 --val-every 3 --val-tokens 160"
-    train(corpus, tmp_path / "log", f"{flags} --checkpoint-minutes 1e-9 --keep-checkpoints 1")
-    scores = {r["step"]: r["val_loss"] for r in read_records(tmp_path / "log", "val")[1:]}
-    best = min(scores, key=lambda step: scores[step])
-    kept = [checkpoint.step_of(path) for path in checkpoint.checkpoints(tmp_path / "log")]
-    assert 0 < best < 8 and kept == [best, 8]
-
-
 def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir):
     config = TrainConfig(log_dir=str(run_dir))
     run = Mock(config=config, progress=Progress())
@@ -1128,18 +1085,8 @@ def test_a_run_begun_from_elsewhere_remembers_it_until_its_first_checkpoint(
     warm_server().finish()
     done = train(corpus, log_dir, f"{flags} --resume auto")
     assert f"resuming from {start}: 4 updates" in done.stdout
-    assert losses_from(log_dir, 4) == losses_from(tmp_path / "whole", 4)
-
-
-def losses_from(log_dir: Path, step: int) -> list[float]:
-    return [r["loss"] for r in read_records(log_dir, "train") if r["step"] >= step]
-
-
-def test_resuming_a_finished_run_changes_no_file(corpus, run_dir):
-    before = contents(run_dir)
-    done = train(corpus, run_dir, "--checkpoint-every 2 --keep-checkpoints 9 --resume auto")
-    assert "nothing is left to do" in done.stdout
-    assert contents(run_dir) == before
+    whole = read_records(tmp_path / "whole", "train")
+    assert [r["loss"] for r in read_records(log_dir, "train")] == [r["loss"] for r in whole]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
