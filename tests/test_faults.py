@@ -544,9 +544,7 @@ SAVES = [("train_gpt2.py", 99, 2), (BESIDE, 99, 1), (BESIDE, 99, 2), (BESIDE, 8,
 
 
 @pytest.mark.parametrize("script, steps, ranks", SAVES)
-def test_a_save_that_fails_ends_all_ranks_with_a_sentence(
-    warm, corpus, run_dir, script, steps, ranks
-):
+def test_a_failed_save_ends_all_ranks_in_a_sentence(warm, corpus, run_dir, script, steps, ranks):
     before = {path: contents(path) for path in checkpoint.checkpoints(run_dir)}
     flags = f"--max-steps {steps} --checkpoint-every 8 --resume auto"
     slow = "--total-batch-size 1024 --batch-size 1"  # many checks an update

@@ -358,9 +358,7 @@ def install(site: Path, package: str, modules: dict[str, str]) -> None:
         (site / name).write_bytes(module.encode("latin-1" if "latin" in name else "utf-8"))
 
 
-def test_python_holds_out_whole_packages_and_shares_no_13_words_with_them(
-    tmp_path, here, monkeypatch
-):
+def test_python_holds_out_whole_packages_with_all_their_words(tmp_path, here, monkeypatch):
     site = tmp_path / "site"
     monkeypatch.setattr(text, "distributions", partial(distributions, path=[str(site)]))
     monkeypatch.setattr(text, "find_stdlib", lambda: {Path("os.py"): str(site / "os.py")})
@@ -575,9 +573,7 @@ NO_OBJECT = "line 151, as a JSON object with a text as its 'text' (--column), ca
         ("b.jsonl", GOOD_LINES + b'{"text": 5}', NO_OBJECT),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_sentence_after_all_before_it(
-    tmp_path, name, content, message
-):
+def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, content, message):
     first = write_parquet(tmp_path / "a.parquet", prose(1300))
     second = tmp_path / name
     second.write_bytes(content or b"a text")
@@ -741,9 +737,7 @@ def test_a_hub_that_fails_stalls_and_hangs_up_delays_but_changes_nothing(tmp_pat
     assert not any("other/a.parquet" in path for path in hub.asked)
 
 
-def test_a_hub_that_is_gone_for_long_is_one_sentence_and_the_commit_is_kept_to_on_resume(
-    tmp_path, hub
-):
+def test_a_hub_that_is_gone_for_long_is_a_sentence_and_a_resume_keeps_to_its_commit(tmp_path, hub):
     hub.trouble = [""] * 25 + ["cut"] * 2000
     errors = from_hub(hub, tmp_path / "out", code=1)
     assert re.search(r"0\d\d.parquet cannot be read", errors.strip().splitlines()[-1])
@@ -776,9 +770,7 @@ def test_a_text_on_the_web_is_read_also_from_a_busy_server_or_told(hub, monkeypa
     assert f"{url} cannot be read (HTTPError: 404" in sentence(list, read_batches(files))
 
 
-def test_without_a_network_the_first_connection_fails_soon_and_leaves_no_folder(
-    tmp_path, monkeypatch, here
-):
+def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monkeypatch, here):
     folder = tmp_path / "data" / "x"
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connects, and says nothing
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -866,9 +858,7 @@ def test_a_manifest_of_the_version_before_is_gone_on_with(unfinished, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
-def test_text_behind_what_was_read_can_be_mended_and_what_was_read_can_not(
-    tmp_path, here, monkeypatch, kind
-):
+def test_text_can_be_mended_only_behind_what_was_read(tmp_path, here, monkeypatch, kind):
     monkeypatch.setattr(text, "STRETCH", 600)
     monkeypatch.setattr(text, "BATCH_CHARS", 600)
     source = tmp_path / f"a.{kind}"
@@ -957,9 +947,7 @@ def test_files_of_a_batch_behind_its_first_count_as_read(tmp_path, here):
     assert "099.txt has changed" in sentence(make, tmp_path / "out", tmp_path / "*.txt")
 
 
-def test_a_finished_folder_of_the_standard_library_outlives_an_update_of_python(
-    tmp_path, here, monkeypatch
-):
+def test_a_finished_folder_of_stdlib_outlives_an_update_of_python(tmp_path, here, monkeypatch):
     monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").write_text(prose(9)[0])
@@ -1063,9 +1051,7 @@ def failing(monkeypatch, at: int) -> list[str]:
     return done
 
 
-def test_a_disk_that_fills_up_at_any_write_is_one_sentence_and_resumable(
-    tmp_path, here, monkeypatch, outcome
-):
+def test_a_disk_full_at_any_write_is_a_sentence_and_resumable(tmp_path, here, monkeypatch, outcome):
     source = write_jsonl(tmp_path / "a.jsonl", prose(40, words=30))
     with monkeypatch.context() as patch:
         operations = failing(patch, at=10**9)

@@ -194,9 +194,7 @@ def test_a_hub_that_cannot_be_reached_is_one_line(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["log/run/ckpt_000200", "here/ckpt", "data/x", "./x", "~/x", "/x"])
-def test_a_misspelt_path_is_no_model_of_the_hub_and_a_log_dir_names_its_own(
-    tmp_path, monkeypatch, name
-):
+def test_a_misspelt_path_and_a_log_dir_are_no_models_of_the_hub(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here" / "ckpt_000006").mkdir(parents=True)
     with pytest.raises(UserError, match=f"^{name}: there is no such directory$"):

@@ -82,15 +82,6 @@ def test_runs_are_found_by_pattern_and_none_is_said_in_a_sentence(tmp_path):
         read_runs(str(tmp_path / "nothing" / "*"))
 
 
-def test_a_run_that_goes_on_after_its_end_has_one_end(tmp_path):
-    log = Log(tmp_path, is_main=True)
-    log.start({"config": {}})
-    log.record(1, "end", wall=1.0)
-    log.resume(1, evaluated=True, run={"config": {}})
-    log.record(2, "end", wall=2.0)
-    assert [r["type"] for r in read_metrics(log.metrics)] == ["run", "resume", "end"]
-
-
 # -- pictures of runs
 
 
@@ -136,9 +127,7 @@ def test_the_untrained_loss_is_an_arrow_and_not_a_ramp_across_the_picture(tmp_pa
 
 
 @pytest.mark.parametrize("steps, band", [(3, ""), (40, ""), (60, "; band: one deviation")])
-def test_a_label_points_to_the_value_it_prints_and_a_band_is_named_where_one_is_drawn(
-    tmp_path, steps, band
-):
+def test_a_label_points_to_the_value_it_prints_and_a_band_is_named(tmp_path, steps, band):
     run = read_run(write_run(tmp_path / "run", "edu_fineweb10B", steps=steps))
     axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
     named = [text for text in axis.texts if "(above)" not in text.get_text()]

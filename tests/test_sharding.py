@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, random_model, run_script, tiny_run, write_shards
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -208,18 +209,12 @@ class Collectives(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def as_it_is(_state, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    done: torch.futures.Future = torch.futures.Future()
-    done.set_result(bucket.buffer())
-    return done
-
-
 class HookedDDP(DistributedDataParallel):
     """The processes that do not exist send nothing, which DDP's own sum does not expect."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
-        self.register_comm_hook(None, as_it_is)
+        self.register_comm_hook(None, noop_hook)
 
 
 @pytest.fixture
