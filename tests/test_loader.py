@@ -40,8 +40,10 @@ def test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_a
         assert epoch_of(loader, epoch) == expected
 
 
-def test_the_stream_is_the_same_on_macos(shards, monkeypatch):
-    monkeypatch.delattr(os, "posix_fadvise", raising=False)
+@pytest.mark.parametrize("lacks", [["posix_fadvise"], ["posix_fadvise", "pread"]])
+def test_the_stream_is_the_same_on_macos_and_windows(shards, monkeypatch, lacks):
+    for name in lacks:
+        monkeypatch.delattr(os, name, raising=False)
     test_without_shuffle_the_stream_is_each_shard_cut_from_its_start_again_and_again(shards)
 
 
