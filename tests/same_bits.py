@@ -24,8 +24,10 @@ COMMON = "--max-steps=20 --warmup-steps=5 --val-every=10 --hellaswag-every=0 --d
 SMALL = f"""{COMMON} --device=cpu --no-compile --n-layer=3 --n-head=2 --n-embd=32 --batch-size=2
     --sequence-length=64 --total-batch-size=512 --learning-rate=0.01 --val-tokens=2048
     --sample-every=10 --sample-tokens=16 --checkpoint-every=10"""
-QUICKSTART = f"""--preset=quickstart {COMMON} --device=cpu --val-tokens=4096
-    --sample-every=0 --checkpoint-every=20"""
+# the preset quickstart of November 2026
+QUICKSTART = f"""{COMMON} --device=cpu --n-layer=6 --n-head=6 --n-embd=192 --batch-size=16
+    --sequence-length=128 --total-batch-size=2048 --learning-rate=8e-3 --optimizer=muon
+    --val-tokens=4096 --sample-every=0 --checkpoint-every=20"""
 RUNS = {  # name: flags
     "quickstart, eager": f"{QUICKSTART} --no-compile",
     "quickstart, compiled": QUICKSTART,
