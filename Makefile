@@ -25,7 +25,7 @@ setup:
 	@touch $@
 
 quickstart: setup
-	@$(PY) fineweb.py --source stdlib --data-dir data/stdlib
+	@$(PY) fineweb.py --source tinyshakespeare --vocab-size 1024 --data-dir data/tinyshakespeare
 	@$(PY) train_gpt2.py --preset quickstart --overwrite
 
 test: .venv/requirements-dev

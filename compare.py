@@ -33,6 +33,7 @@ from support.common import UsageError, UserError, parse_flags, run_script, say, 
 from support.log import read_run
 from support.plots import plot_comparison, save_picture
 from support.shards import find_shards, identify
+from support.tokenizer import tokenizer_of_data
 
 # Flags in front of every arm's own: a comparison needs no other evaluations
 QUIET = """--hellaswag-every=0 --sample-every=0 --checkpoint-every=0 --checkpoint-minutes=10
@@ -60,6 +61,7 @@ class Arm:
     copy: Path  # the repository that trains it
     flags: list[str]
     recipe: dict[str, Any]  # what decides its losses: settings, data, code
+    data_dir: str = ""
     diff: str = ""  # what `patch -p1` needs to make its code of the base's
     tried: list[tuple] = field(default_factory=list)  # by the sweep: value, loss or None
     tuned: dict = field(default_factory=dict)  # the sweep's setting and the best of them
@@ -80,12 +82,38 @@ def read_arms(config: CompareConfig) -> list[Arm]:
             raise UserError(f"--arm {text!r}: expected 'name: flags', each name one word and new")
         arm = read_arm(name, flags, base.flags)
         if any(arm.recipe[key] != base.recipe[key] for key in ("val_tokens", "data")):
-            raise UserError(f"--arm {text!r}: needs the same data and val_tokens as the base")
+            refuse_other_text(text, arm, base)
         arm.diff = compare_code(read_code(base.copy), read_code(arm.copy))
         arms.append(arm)
     if len(arms) == 1:
         raise UserError('nothing to compare with the base: add --arm "name: flags"')
     return arms
+
+
+def refuse_other_text(text: str, arm: Arm, base: Arm) -> None:
+    """Raises UserError unless both validate on all of the same text, whatever its tokens."""
+    arms = (arm, base)
+    hashes, lengths = zip(*(held_out_text(Path(a.data_dir)) for a in arms), strict=True)
+    sequences = [(n - 1) // a.recipe["sequence_length"] for a, n in zip(arms, lengths, strict=True)]
+    used = [a.recipe["val_tokens"] // a.recipe["sequence_length"] for a in arms]
+    if hashes[0] != hashes[1] or any(map(int.__lt__, used, sequences)):
+        raise UserError(
+            f"--arm {text!r}: arms with other data or val_tokens must hold out the same text, as "
+            "fineweb.py --vocab-size and --tokenizer do, and validate on all of it: "
+            f"--val-tokens {max(lengths)} in --base"
+        )
+
+
+def held_out_text(data_dir: Path) -> tuple[str, int]:
+    """The SHA-256 of the text for validation, and its number of tokens."""
+    decode = tokenizer_of_data(data_dir).encoding.decode_bytes
+    sha256 = hashlib.sha256()
+    shards = find_shards(data_dir, "val")
+    for shard in shards:
+        for start in range(0, shard.num_tokens, 2**20):
+            tokens = shard.read(start, min(2**20, shard.num_tokens - start))
+            sha256.update(decode(tokens.tolist()))
+    return sha256.hexdigest(), sum(shard.num_tokens for shard in shards)
 
 
 ASK = """
@@ -120,7 +148,8 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     data = Path(settings["data_dir"])
     shards = find_shards(data, "train") + find_shards(data, "val")
     recipe = {key: value for key, value in settings.items() if key not in NO_EFFECT}
-    return Arm(name, copy, flags, recipe | dict(data=identify(shards), code=hash_code(copy)))
+    recipe |= dict(data=identify(shards), code=hash_code(copy))
+    return Arm(name, copy, flags, recipe, str(data))
 
 
 def read_code(copy: Path) -> dict[str, str]:
@@ -168,18 +197,20 @@ class Trainer:
     done: int = 0
     seconds: float = 0.0  # that the longest run took: one that diverged is short
     dtypes: dict[str, str] = field(default_factory=dict)  # what auto is: the first run measures it
+    measure: str = "val_loss"  # that judges; bits_per_byte, if the arms' tokens differ
 
     def run(self, arm: Arm, changes: dict) -> dict:
         """Trains an arm with changed settings, unless that is done. Returns the outcome."""
         directory = locate(arm, changes, self.out)
         dtype = arm.recipe["dtype"]
-        outcome = read_outcome(directory)
+        outcome = read_outcome(directory, self.measure)
         if outcome is None:
             minutes = math.ceil(self.seconds * (self.total - self.done) / 60)
             left = f", about {minutes} min left" if minutes else ""
             run = f"run {self.done + 1} of {self.total}{left}"
             say(f"{run}: training {directory}, see output.txt there")
-            outcome = train(arm, changes | {"dtype": self.dtypes.get(dtype, dtype)}, directory)
+            changes = changes | {"dtype": self.dtypes.get(dtype, dtype)}
+            outcome = train(arm, changes, directory, self.measure)
         self.done += 1
         self.seconds = max([self.seconds, *outcome["seconds"]])
         self.dtypes[dtype] = outcome["dtype"]
@@ -194,14 +225,14 @@ def locate(arm: Arm, changes: dict, out: Path) -> Path:
     return out / arm.name / "_".join([*changed, hashlib.sha256(recipe.encode()).hexdigest()[:8]])
 
 
-def train(arm: Arm, changes: dict, directory: Path) -> dict:
+def train(arm: Arm, changes: dict, directory: Path, measure: str) -> dict:
     """Trains a run, or the rest of one that was interrupted. Returns its outcome."""
     if hash_code(arm.copy) != arm.recipe["code"]:
         raise UserError(f"{arm.copy} has changed since the start: repeat the command")
     settings = changes | {"log-dir": directory, "resume": "auto"}
     flags = arm.flags + [f"--{setting}={value}" for setting, value in settings.items()]
     run_process([sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory)
-    outcome = read_outcome(directory)
+    outcome = read_outcome(directory, measure)
     if outcome is None:
         output = (directory / "output.txt").read_text(errors="replace").strip()
         raise UserError(f"{directory}: {(output or 'ended early').splitlines()[-1]}")
@@ -221,10 +252,11 @@ def run_process(command: list[str], directory: Path) -> None:
         process.wait()
 
 
-def read_outcome(directory: Path) -> dict | None:
+def read_outcome(directory: Path, measure: str) -> dict | None:
     """A finished run's validation losses, and the tokens and seconds of training before each one.
 
-    `val_loss` is the last loss, or None if the run diverged. Returns None for an unfinished run.
+    measure: val_loss or bits_per_byte, in which the losses are. `val_loss` is the last loss, or
+    None if the run diverged. Returns None for an unfinished run.
     """
     if not (directory / "log.txt").exists():
         return None
@@ -232,7 +264,7 @@ def read_outcome(directory: Path) -> dict | None:
     end = run.records[-1]["type"]
     if end not in ("end", "diverged"):
         return None
-    steps, losses = run.series("val_loss", "val")
+    steps, losses = run.series(measure, "val")
     updates, wall = run.series("wall")
     return dict(
         directory=directory,
@@ -272,7 +304,9 @@ def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) ->
     """Trains what is missing. Returns the content of compare.json."""
     seed = arms[0].recipe["seed"]
     judging = range(seed + 1 if sweep else seed, seed + seeds)
-    trainer = Trainer(out, len(arms) * (len(values) + len(judging)))
+    same_data = all(arm.recipe["data"] == arms[0].recipe["data"] for arm in arms)
+    measure = "val_loss" if same_data else "bits_per_byte"
+    trainer = Trainer(out, len(arms) * (len(values) + len(judging)), measure=measure)
     for arm in arms:
         tune(arm, sweep, values, seed, trainer)
     for judge in judging:
@@ -282,6 +316,7 @@ def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) ->
         arm.against = compare_pairs(arm.name, arm.runs, arms[0].runs)
     return dict(
         sweep=sweep,
+        measure="validation loss" if same_data else "bits per byte",
         about=read_run(arms[0].runs[0]["directory"]).records[0],
         base=arms[0].recipe,
         arms=[asdict(arm) for arm in arms],
@@ -337,13 +372,13 @@ PAGE = """\
 The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens. \
 {device[name]}, revision {git}, {dtype}.
 
-| arm | validation loss | against base | tokens | minutes |
+| arm | {measure} | against base | tokens | minutes |
 | --- | ---: | ---: | ---: | ---: |
 {rows}
 
 {verdicts}
 
-Validation loss: mean and standard deviation of the seeds. Against base: the mean difference of two
+{Measure}: mean and standard deviation of the seeds. Against base: the mean difference of two
 runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
 the base needs; then, for each seed, the part of it after which an arm has the base's final loss.
 Evaluations and compilation are in the minutes.
@@ -359,7 +394,9 @@ def format_page(result: dict) -> str:
     arms = result["arms"]
     rows = [f"| {' | '.join(describe_arm(arm))} |" for arm in arms]
     verdicts = [f"- {arm['against']['verdict']}." for arm in arms[1:]]
-    facts = dict(rows="\n".join(rows), verdicts="\n".join(verdicts), command=result["command"])
+    measure = result.get("measure", "validation loss")  # old records have no other
+    facts = dict(measure=measure, Measure=measure.capitalize())
+    facts |= dict(rows="\n".join(rows), verdicts="\n".join(verdicts), command=result["command"])
     sizes = result["about"].get("model", {})  # --init-from has its own
     page = PAGE.format(**result["base"] | result["about"] | sizes | facts)
     if result["sweep"]:

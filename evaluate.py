@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tqdm import tqdm
@@ -18,7 +19,6 @@ from support.common import UserError, say
 from support.compile import eager
 from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
-from support.tokenizer import EOT, token_sizes
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Evaluations:
         return due
 
     def measure_loss(self, loader: DataLoaderLite) -> dict[str, Any]:
-        loss, bits_per_byte = validate(
+        loss, bits_per_byte, nats_per_character = validate(
             model=self.model,
             loader=loader,
             val_tokens=self.config.val_tokens,
@@ -59,10 +59,11 @@ class Evaluations:
             stop=self.stop,
             dtype=self.dtype,
         )
-        values = dict(val_loss=loss, perplexity=math.exp(min(loss, 99)))
+        values: dict[str, Any] = dict(val_loss=loss, perplexity=math.exp(min(loss, 99)))
         figures = {"val loss": f"{loss:.4f}", "perplexity": f"{values['perplexity']:.2f}"}
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte
+            values["nats_per_character"] = nats_per_character
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
         return {**values, "figures": figures}
 
@@ -131,17 +132,19 @@ def validate(
     world: World,
     dtype: torch.dtype,
     stop: Stop,
-) -> tuple[float, float | None]:
-    """The mean loss over the first val_tokens of the split: nats per token, and bits per byte.
+) -> tuple[float, float | None, float | None]:
+    """The mean loss over the first val_tokens: nats per token, bits per byte, nats per character.
 
-    Bits per byte compare models of different vocabularies, on the same text. They leave out the
+    The last two compare models of different vocabularies, on the same text. They leave out the
     losses of <|endoftext|>, because it is no text; None if the split has no text. The micro-batch
-    and the number of processes change neither.
+    and the number of processes change none of them.
     """
     sequences = min(val_tokens // loader.T, loader.num_sequences)
-    sizes = torch.from_numpy(token_sizes())
+    tokenizer = model.tokenizer
+    sizes = torch.from_numpy(np.stack([tokenizer.sizes, tokenizer.characters]))
     on = "cpu" if world.device.type == "mps" else world.device  # MPS has no float64
-    total, eot_nats, num_bytes = torch.zeros(3, dtype=torch.float64, device=on)
+    total, eot_nats = torch.zeros(2, dtype=torch.float64, device=on)
+    amounts = torch.zeros(2, dtype=torch.float64)  # of the text: its bytes, its characters
     rounds = range(0, sequences, loader.B * world.size)
     disable = None if world.is_main else True  # None: a bar only in a terminal
     with evaluation_mode(model), autocast(world.device, dtype):
@@ -151,15 +154,18 @@ def validate(
             with stop.noting_problems():
                 if count > 0:
                     x, y = loader.batch(mine, count)
-                    num_bytes += sizes[y].sum()
+                    amounts += sizes[:, y].sum((1, 2))
                     # compiled blocks want batches of one size; targets of -1 do not count
                     x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
                     y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
                     hidden = model.hidden(x)
                     total += model.loss(hidden, y).to(total) * count
-                    is_eot = y == EOT
+                    is_eot = y == tokenizer.eot
                     eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(total).sum()
             stop.check()
-    total, eot_nats, num_bytes = world.sum(torch.stack([total, eot_nats, num_bytes]))
-    bits = (total * loader.T - eot_nats) / math.log(2)
-    return (total / sequences).item(), (bits / num_bytes).item() if num_bytes else None
+    sums = world.sum(torch.stack([total, eot_nats, *amounts.to(on)]))
+    total, eot_nats, num_bytes, num_characters = sums.tolist()
+    nats = total * loader.T - eot_nats
+    if not num_bytes:
+        return total / sequences, None, None
+    return total / sequences, nats / num_bytes / math.log(2), nats / num_characters

@@ -3,6 +3,7 @@
     python fineweb.py                                         FineWeb-Edu's 10B tokens
     python fineweb.py --source stdlib --data-dir data/stdlib  Python's own library, no network
     python fineweb.py --source 'mine/*.jsonl' notes.txt       your own text
+    python fineweb.py --source notes.txt --vocab-size 1024    with a vocabulary of its own
 
 A thread reads text (`read_batches`), worker processes turn it into tokens (`tokenize`), and `pack`
 cuts the stream of tokens into shards. `save_shard` writes each whole or not at all, and notes in
@@ -13,6 +14,7 @@ same shards, byte for byte. Memory stays flat: under 1 GB for this process.
 import glob
 import hashlib
 import json
+import math
 import os
 import re
 import sys
@@ -41,8 +43,25 @@ from support.common import (
 )
 from support.decontaminate import Benchmark, cut_out
 from support.shards import write_shard
-from support.text import File, Place, Text, find_changes, find_sources, read_batches
-from support.tokenizer import EOT, encode_to_arrays
+from support.text import (  # before there is a vocabulary
+    File,
+    Place,
+    Text,
+    find_changes,
+    find_sources,
+    find_split,
+    read_batches,
+    read_for_vocabulary,
+    split,
+)
+from support.tokenizer import (
+    FILE,
+    Tokenizer,
+    gpt2,
+    read_tokenizer,
+    tokenizer_of_data,
+    train_vocabulary,
+)
 from support.workers import map_ahead, run_and_exit, start_pool
 
 
@@ -63,6 +82,11 @@ class Config:
     val_tokens: CountOrZero = 0
     max_tokens: CountOrZero = 0  # where to stop; 0 = at the end
     workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
+    # train a vocabulary of so many tokens, 257 to 65,536, on the training text; 0 = GPT-2's tokens
+    vocab_size: Annotated[int, Range(0, 2**16)] = 0
+    # take the vocabulary of a checkpoint or a file tokenizer.json; gpt2: GPT-2's. With these two
+    # flags, text is held out before it is tokenized: 5% of its bytes, whatever the vocabulary
+    tokenizer: str = ""
     column: str = "text"  # with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
@@ -73,30 +97,31 @@ class Config:
 
 # -- what the workers do
 
-START = np.array([EOT], np.uint32)  # comes before each document
 COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what the manifest counts
 
 
 def tokenize(texts: list[Text]) -> tuple[np.ndarray, dict[str, int]]:
     """Tokenizes texts, without what the benchmark has too. Returns uint16 tokens and COUNTS."""
-    tokens = [START[:0]]
+    tokenizer, benchmark = of_worker
+    start = np.array([tokenizer.eot], np.uint32)  # comes before each document
+    tokens = [start[:0]]
     counts: Counter = Counter()
     for text, starts in texts:
-        spans, cuts = cut_out(text, benchmark_of_worker.find(text) if benchmark_of_worker else [])
-        for start, end in spans:
-            if starts or start > 0:  # the text behind a cut is a document of its own
-                tokens.append(START)
-            tokens += encode_to_arrays(text[start:end])
+        spans, cuts = cut_out(text, benchmark.find(text) if benchmark else [])
+        for first, end in spans:
+            if starts or first > 0:  # the text behind a cut is a document of its own
+                tokens.append(start)
+            tokens += tokenizer.encode_to_arrays(text[first:end])
         counts.update(documents=starts, contaminated=cuts > 0, cuts=cuts, dropped=not spans)
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe"), counts  # all below 2**16
 
 
-benchmark_of_worker: Benchmark | None = None  # what --decontaminate looks for
+of_worker: tuple[Tokenizer, Benchmark | None]  # the latter is what --decontaminate looks for
 
 
-def prepare_worker(benchmark: Benchmark | None) -> None:
-    global benchmark_of_worker
-    benchmark_of_worker = benchmark
+def prepare_worker(*prepared: Any) -> None:
+    global of_worker
+    of_worker = prepared
 
 
 # -- the stream
@@ -122,22 +147,29 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> S
 # -- packing
 
 
-def hold_out(stream: Stream, size: int, val_tokens: int, num_documents: int) -> tuple[int, Stream]:
+def hold_out(
+    stream: Stream, size: int, val_tokens: int, num_files: int, eot: int
+) -> tuple[int, Stream]:
     """The number of tokens for validation, the first ones, and the stream with all of its tokens.
 
-    If a source holds out documents, it is what the first `num_documents` have. Else it is
-    `val_tokens`, by default a shard of `size` tokens, or 5% of a text that does not fill two. If
-    the next document starts near, the tokens up to its start are added.
+    If the first `num_files` are held out, it is what they have. Else it is `val_tokens`, by default
+    a shard of `size` tokens, or 5% of a text that does not fill two. If the next document starts
+    near, the tokens up to its start are added.
     """
     head: deque = deque()
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
+    held_out = 0  # of them, in the first `num_files`
     starts: list[int] = []  # of its documents
-    while total < 2 * max(size, val_tokens) and (batch := next(stream, None)):
+    while total < 2 * max(size, val_tokens) or held_out == total:
+        if not (batch := next(stream, None)):
+            break
         head.append(batch)
-        starts += (total + np.flatnonzero(batch[1] == EOT)).tolist()
+        starts += (total + np.flatnonzero(batch[1] == eot)).tolist()
         total += len(batch[1])
-    if num_documents:
-        wanted = starts[num_documents] if num_documents < len(starts) else total
+        (file, *_), _ = batch[0]
+        held_out = total if file < num_files else held_out
+    if num_files:
+        wanted = held_out
     elif val_tokens:
         wanted = val_tokens
     elif total >= 2 * size:
@@ -199,10 +231,11 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
+    then = NEWER | manifest["options"]
     changes = [
-        f"--{key.replace('_', '-')} was {manifest['options'][key]}, not {value}"
-        for key, value in options.items()
-        if manifest["options"][key] != value
+        f"--{key.replace('_', '-')} was {then[key]}, not {value}"
+        for key, value in (NEWER | options).items()
+        if then[key] != value
     ]
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
@@ -239,6 +272,7 @@ def checksum(manifest: dict) -> str:
 def verify_shards(folder: Path) -> str:
     """Compares each shard with its SHA-256 in the manifest. Raises UserError if they differ."""
     recorded = {shard["name"]: shard["sha256"] for shard in read_manifest(folder)["shards"]}
+    tokenizer_of_data(folder)
     present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
     if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
         raise UserError(f"{folder}: missing or damaged: {damaged}; --overwrite makes all anew")
@@ -249,14 +283,20 @@ def verify_shards(folder: Path) -> str:
 
 
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
+NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": ""}  # flags that older manifests lack
 
 
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     from filelock import FileLock, Timeout
 
-    options = {k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS}
+    given = read_tokenizer(config.tokenizer) if config.tokenizer else None
+    options = {
+        k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS and NEWER.get(k) != v
+    }
     options["source"] = list(config.source)  # as JSON has it
+    if given:
+        options["tokenizer"] = given.sha256
     new = [path for path in (folder, *folder.parents) if not path.exists()]
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -268,8 +308,13 @@ def make_shards(config: Config, folder: Path) -> str:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
             try:
                 files = find_sources(options, manifest["sources"])
-                files.sort(key=lambda file: not file.held_out)
-                write_shards(config, folder, manifest, files)
+                if (given or config.vocab_size) and not files[0].held_out:
+                    most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
+                    if "split" not in manifest:
+                        manifest["split"] = find_split(files, most)
+                    files = split(files, manifest["split"])
+                tokenizer = choose_tokenizer(config, folder, manifest, files, given)
+                write_shards(config, folder, manifest, files, tokenizer)
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     (folder / ".lock").unlink()
@@ -280,8 +325,11 @@ def make_shards(config: Config, folder: Path) -> str:
     except BrokenProcessPool:
         raise UserError("a worker was killed: to go on, try fewer --workers") from None
     counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
+    tokens = np.load(folder / manifest["shards"][0]["name"], mmap_mode="r")
+    size = tokenizer.sizes[tokens].mean()
     return (
         f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})\n"
+        f"vocabulary: {tokenizer}, {size:.2f} bytes per token of the text for validation\n"
         f"for validation: {describe_validation(manifest, files[0])}"
     )
 
@@ -290,14 +338,35 @@ def describe_validation(manifest: dict, file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
     tokens = manifest["shards"][0]["tokens"]
     amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
-    if file.held_out:
-        return f"{amount}, the packages that are held out"
-    advice = "name its file first in --source, and its number of tokens with --val-tokens"
+    if file.held_out and not file.local:
+        return f"{amount}, {file.held_out}"
+    advice = "name its file first in --source"
+    if not file.held_out:
+        advice += ", and its number of tokens with --val-tokens"
     choice = f", from {file.name}; to choose another text, {advice}" if file.local else ""
     return f"the first {amount}{choice}"
 
 
-def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]) -> None:
+def choose_tokenizer(
+    config: Config, folder: Path, manifest: dict, files: list[File], given: Tokenizer | None
+) -> Tokenizer:
+    """The vocabulary: the folder's if it has shards, the one that is given, a new one, GPT-2's."""
+    if manifest["shards"]:
+        return tokenizer_of_data(folder)
+    tokenizer = given or gpt2()
+    if config.vocab_size:
+        tokenizer = train_vocabulary(read_for_vocabulary(files), config.vocab_size)
+        if tokenizer.vocab_size < config.vocab_size:
+            fewer = f"{tokenizer.vocab_size:,} tokens, not {config.vocab_size:,}"
+            print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
+    if given or config.vocab_size:
+        manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
+    return tokenizer
+
+
+def write_shards(
+    config: Config, folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer
+) -> None:
     """Writes the shards that are missing, each while the next one is filled."""
     from tqdm import tqdm
 
@@ -308,7 +377,7 @@ def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]
     # the first begin["token"] tokens of the stream are written already
     limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])
-    pool = start_pool(config.workers, prepare_worker, benchmark)
+    pool = start_pool(config.workers, prepare_worker, tokenizer, benchmark)
     bar = tqdm(
         desc=config.name,
         initial=manifest["tokens"],
@@ -324,12 +393,12 @@ def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]
         stream = stream_tokens(batches, limit, counts, bar)
         size = config.shard_size
         if not manifest["shards"]:
-            held_out = sum(file.held_out for file in files)
-            size, stream = hold_out(stream, size, config.val_tokens, held_out)
+            held_out = sum(bool(file.held_out) for file in files)
+            size, stream = hold_out(stream, size, config.val_tokens, held_out, tokenizer.eot)
         saving = writer.submit(lambda: None)  # never two at a time: shards are large
         for shard in pack(stream, config.shard_size, first=size, done=begin["token"]):
             saving.result()
-            saving = writer.submit(save_shard, folder, manifest, files, *shard)
+            saving = writer.submit(save_shard, folder, manifest, files, tokenizer, *shard)
         saving.result()
     if manifest["tokens"] != config.max_tokens:
         manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
@@ -339,9 +408,18 @@ def write_shards(config: Config, folder: Path, manifest: dict, files: list[File]
 
 
 def save_shard(
-    folder: Path, manifest: dict, files: list[File], slices: list, before: Before, done: int
+    folder: Path,
+    manifest: dict,
+    files: list[File],
+    tokenizer: Tokenizer,
+    slices: list,
+    before: Before,
+    done: int,
 ) -> None:
-    """Writes a shard, then the manifest: there is always a place to go on from."""
+    """Writes a shard, then the manifest: there is always a place to go on from.
+
+    The vocabulary comes with the first one: until then, a killed run's next start makes it again.
+    """
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
@@ -349,6 +427,9 @@ def save_shard(
             for path in folder.glob(f"{old}_*_*.npy"):
                 path.unlink()
         write_manifest(folder, manifest)
+        (folder / FILE).unlink(missing_ok=True)
+        if "tokenizer" in manifest:
+            write_whole(folder / FILE, tokenizer.json.encode())
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
@@ -383,6 +464,14 @@ def check_flags(config: Config) -> None:
         raise UsageError(
             "--source python contains stdlib, and holds out whole packages: "
             "leave out stdlib, --val-tokens and --decontaminate"
+        )
+    if 0 < config.vocab_size <= 256 or (config.vocab_size and config.tokenizer):
+        raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
+    own_split = config.vocab_size or config.tokenizer or "tinyshakespeare" in config.source
+    if config.val_tokens and own_split:
+        raise UsageError(
+            "--val-tokens: leave it out, because --vocab-size, --tokenizer and tinyshakespeare "
+            "split the text before there are tokens"
         )
 
 

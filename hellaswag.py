@@ -24,12 +24,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import GPT
-from support import tokenizer
 from support.common import CountOrZero, UserError, parse_flags, reading, run_script, write_whole
 from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
 from support.distributed import Stop, World, several
 from support.generation import pad
 from support.text import download
+from support.tokenizer import Tokenizer, check_vocabulary, gpt2
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BLOB_ID = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's hash of this file
@@ -89,18 +89,21 @@ def load_examples(path: str, limit: int, world: World) -> list[Example]:
     return world.broadcast(examples[: limit or None])
 
 
-def encode_example(example: Example) -> tuple[list[int], list[list[int]]]:
+def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[list[int], list[list[int]]]:
     """The tokens of the context and of each ending. A space comes before each ending."""
     endings = [tokenizer.encode(" " + ending) for ending in example["endings"]]
     return tokenizer.encode(example["ctx"]), endings
 
 
-def render_example(example: Example) -> tuple[Tensor, Tensor, int]:
+def render_example(
+    example: Example, tokenizer: Tokenizer | None = None
+) -> tuple[Tensor, Tensor, int]:
     """An example as build-nanogpt lays it out: tokens (4, N), mask (4, N), label.
 
     Row i is the context and ending i, padded with zeros at the right; the mask is 1 on the ending.
+    tokenizer: by default GPT-2's.
     """
-    context, endings = encode_example(example)
+    context, endings = encode_example(example, tokenizer or gpt2())
     tokens = [context + ending for ending in endings]
     mask = [[0] * len(context) + [1] * len(ending) for ending in endings]
     return pad(tokens), pad(mask), int(example["label"])
@@ -231,7 +234,7 @@ def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device
     """
     if isinstance(examples, Prepared):
         return examples
-    tokenizer.check_vocabulary("the model", model.config.vocab_size)
+    check_vocabulary("the model", model)
     if not all("label" in example for example in examples):
         raise UserError("examples without labels cannot be scored: use the official file")
     window = model.config.block_size
@@ -240,7 +243,7 @@ def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device
     lengths = []
     truncated = 0
     for n, example in enumerate(examples):
-        context, endings = encode_example(example)
+        context, endings = encode_example(example, model.tokenizer)
         room = window + 1 - max(map(len, endings))  # for the context
         truncated += len(context) > room
         context = context[-max(1, room) :]

@@ -23,7 +23,7 @@ from support.common import UserError
 from support.fingerprint import Fingerprint, refuse_other_change, take_fingerprint
 from support.optim import OPTIMIZERS
 from support.shards import Shard, find_shards, open_ahead
-from support.tokenizer import VOCAB_SIZE
+from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
 
@@ -44,9 +44,9 @@ class GPTConfig:
     activation_checkpointing: bool = field(default=False, metadata=SAME_MATH)
 
     @classmethod
-    def fields_from(cls, settings: Any) -> dict[str, Any]:
+    def fields_from(cls, settings: Any, vocab_size: int = VOCAB_SIZE) -> dict[str, Any]:
         """The fields that a TrainConfig sets: those of the same name, and block_size."""
-        values = vars(settings) | {"block_size": settings.sequence_length}
+        values = vars(settings) | {"block_size": settings.sequence_length, "vocab_size": vocab_size}
         return {f.name: values[f.name] for f in fields(cls) if f.name in values}
 
     @classmethod
@@ -198,6 +198,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.tokenizer: Tokenizer = gpt2()  # until a builder knows the data's, or the files'
         with torch.device("meta"):  # no memory, no random numbers: init_weights fills it
             self.transformer = nn.ModuleDict(
                 dict(
@@ -343,6 +344,7 @@ class GPT(nn.Module):
         model.allocate(torch.get_default_device())
         hf.load_weights(model, files.fields, files.weights)
         model.origin = files.origin
+        model.tokenizer = files.tokenizer
         return model
 
     def save_pretrained(
@@ -385,11 +387,12 @@ class DataLoaderLite:
     num_processes: int = 1
     shuffle: bool = False
     seed: int = 1337
-    vocab_size: int = VOCAB_SIZE
+    vocab_size: int = 0  # 0: of the data's vocabulary
     pin: bool = False
 
     def __post_init__(self) -> None:
         self.shards = find_shards(Path(self.data_dir), self.split)
+        self.vocab_size = self.vocab_size or tokenizer_of_data(self.data_dir).vocab_size
         self.num_tokens = sum(shard.num_tokens for shard in self.shards)
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
         if not self.num_sequences:

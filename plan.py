@@ -21,7 +21,17 @@ from config import (
     refuse_other_sizes,
     wrong_sizes,
 )
-from support.common import Amount, Count, Fraction, UsageError, duration, out_of_range, run_script
+from support.common import (
+    Amount,
+    Count,
+    CountOrZero,
+    Fraction,
+    UsageError,
+    duration,
+    out_of_range,
+    run_script,
+)
+from support.tokenizer import tokenizer_of_data
 
 if TYPE_CHECKING:
     from model import GPT
@@ -36,6 +46,7 @@ RENT = {"H100": 2.5}
 class PlanConfig(TrainConfig):
     """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
 
+    vocab_size: CountOrZero = 0  # of the text; 0 = that of data_dir, if it is there, else GPT-2's
     gpus: Count = 1  # how many GPUs, each with its own process
     gpu: str = "H100"  # H100 | H200 | B200 | A100 | L4 | RTX-4090 | …; a wrong name lists them all
     mfu: Fraction = 0.4  # the fraction of the GPU's published peak that training reaches: a guess
@@ -92,7 +103,8 @@ def model_on_meta(config: PlanConfig, typed: set[str]) -> "GPT":
     from model import GPT, GPTConfig
     from support.hf import load_weights, read_fields
 
-    flags = GPTConfig.fields_from(config)
+    vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
+    flags = GPTConfig.fields_from(config, vocab_size)
     files: dict = {}
     if config.init_from in GPT2_SIZES:
         files = {"block_size": 1024, **GPT2_SIZES[config.init_from]}

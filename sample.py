@@ -1,7 +1,7 @@
 """Generations from a checkpoint or a pretrained GPT-2.
 
-python sample.py --model log/quickstart/ckpt_000200 --prompt "def "
-python sample.py --model log/quickstart/ckpt_000200    in a terminal: reads prompts until Ctrl-D
+python sample.py --model log/quickstart/ckpt_000720 --prompt "ROMEO:"
+python sample.py --model log/quickstart/ckpt_000720    in a terminal: reads prompts until Ctrl-D
 """
 
 import codecs
@@ -28,7 +28,7 @@ from support.common import (
 )
 from support.compile import why_not_compile
 from support.device import evaluation_mode, pick_device, pick_dtype
-from support.tokenizer import EOT, check_vocabulary, encode, get_tokenizer, replace_surrogates
+from support.tokenizer import check_vocabulary, replace_surrogates
 
 PROMPT = "Hello, I'm a language model,"
 ROWS = 64  # samples in a batch
@@ -63,18 +63,20 @@ def complete(model: GPT, prompt: str, B: int, max_new_tokens: int, **options: An
 
 
 def stream_texts(
-    model: GPT, prompts: list[str], max_new_tokens: int, *, stop: int | None = EOT, **options: Any
+    model: GPT, prompts: list[str], max_new_tokens: int, *, stop: bool = True, **options: Any
 ) -> Iterator[list[str]]:
-    """Yields the prompts, then the next piece of each one's continuation, up to the token `stop`.
+    """Yields the prompts, then the next piece of each one's continuation.
 
-    Bytes of an unfinished character wait for the next token. An empty prompt is <|endoftext|>.
+    stop: a continuation ends at <|endoftext|>, which is also what an empty prompt is. Bytes of an
+    unfinished character wait for the next token.
     """
     yield prompts
-    rows = [encode(prompt) or [EOT] for prompt in prompts]
-    spell = get_tokenizer().decode_single_token_bytes
+    eot = model.tokenizer.eot if stop else None
+    rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
+    spell = model.tokenizer.encoding.decode_single_token_bytes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
-    for tokens in generation.stream(model, rows, max_new_tokens, stop=stop, **options):
-        spelled = [b"" if token == stop else spell(token) for token in tokens]
+    for tokens in generation.stream(model, rows, max_new_tokens, stop=eot, **options):
+        spelled = [b"" if token == eot else spell(token) for token in tokens]
         yield [decoder.decode(text) for decoder, text in zip(decoders, spelled, strict=True)]
     yield [decoder.decode(b"", final=True) for decoder in decoders]
 
@@ -118,7 +120,7 @@ def main(args: list[str]) -> None:
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")
     model = GPT.from_pretrained(config.model)
-    check_vocabulary(config.model, model.config.vocab_size)
+    check_vocabulary(config.model, model)
     model.to(device, pick_dtype(device, config.dtype)[0]).eval().requires_grad_(False)
     if config.compile:
         generation.compile_step(model)
@@ -126,7 +128,7 @@ def main(args: list[str]) -> None:
         temperature=config.temperature,
         top_k=config.top_k,
         top_p=config.top_p,
-        stop=EOT if config.stop else None,
+        stop=config.stop,
         generator=torch.Generator(device).manual_seed(config.seed % 2**64),
     )
     if ask:

@@ -1,4 +1,4 @@
-"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 12M on a laptop:
+"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 3.5M on a laptop:
 
 torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart
@@ -22,6 +22,7 @@ from config import (
     refuse_other_sizes,
     with_typed_warmup,
     wrong_sizes,
+    wrong_vocabulary,
 )
 from evaluate import Evaluations, build_evaluations, is_due, show
 from model import GPT, DataLoaderLite, GPTConfig
@@ -43,7 +44,7 @@ from support.distributed import Interrupted, Stop, World, several
 from support.log import Log, alone_in
 from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
 from support.optim import clip_gradients
-from support.tokenizer import check_vocabulary
+from support.tokenizer import refuse_other_vocabulary, tokenizer_of_data
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -259,10 +260,12 @@ def build_model(
 ) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
-    A flag sets the GPTConfig field of its name. Loaded weights keep their own fields, but for those
-    of the same math. With --init-from, flags also set the context length and what the files lack.
+    Its vocabulary must be the data's. A flag sets the GPTConfig field of its name. Loaded weights
+    keep their own fields, but for those of the same math. With --init-from, flags also set the
+    context length and what the files lack.
     """
-    flags = GPTConfig.fields_from(config)
+    tokenizer = tokenizer_of_data(config.data_dir)
+    flags = GPTConfig.fields_from(config, tokenizer.vocab_size)
     same_math = GPTConfig.same_math_from(config)
     torch.manual_seed(config.seed)
     origin = config.init_from
@@ -275,11 +278,14 @@ def build_model(
     elif config.init_from == "scratch":
         refuse_too_large(partial(GPT, GPTConfig(**flags)), world.local_size)
         model = GPT(GPTConfig(**flags))
+        model.tokenizer = tokenizer
     else:
         T = config.sequence_length
         model = GPT.from_pretrained(config.init_from, flags, block_size=T, **same_math)
-        check_vocabulary(config.init_from, model.config.vocab_size)
+    refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
     refuse_other_sizes(origin, model.config, flags, typed)
+    warning = wrong_vocabulary(config.preset, tokenizer.vocab_size)
+    world.say(f"vocabulary: {tokenizer}, of {config.data_dir}{warning}")
     world.say(
         f"model: {model.num_params():,} parameters, {model.origin or 'new'} (embedding padded to "
         f"{model.config.padded_vocab_size} rows in memory)"
@@ -302,7 +308,7 @@ def evaluate_due(run: Run) -> bool:
         for name, measure in due.items():
             values = measure()
             if name == "val":
-                note_validation(run, values["val_loss"])
+                note_validation(run, values)
             if "figures" in values:
                 run.world.say(f"step {progress.step:5d} | {show(values['figures'])}")
             run.log.record(progress.step, name, **values)
@@ -313,12 +319,16 @@ def evaluate_due(run: Run) -> bool:
     return True
 
 
-def note_validation(run: Run, val_loss: float) -> None:
+def note_validation(run: Run, values: dict[str, Any]) -> None:
     """Remembers the lowest validation loss. Raises UserError if it is not a number."""
     progress = run.progress
+    val_loss = values["val_loss"]
     if not math.isfinite(val_loss):
         end_diverged(run, f"the validation loss is {val_loss}")
     progress.losses["validation loss"] = val_loss
+    for unit in ("bits_per_byte", "nats_per_character"):
+        if unit in values:
+            progress.losses[f"validation, {unit.replace('_', ' ')}"] = values[unit]
     if progress.best is None or val_loss < progress.best["loss"]:
         progress.lower = {"loss": val_loss, "step": progress.step}
         if run.own_path() == run.writer.last:  # interrupted before this validation
@@ -556,7 +566,7 @@ def finish(run: Run) -> None:
         drawn = Path(run.config.log_dir, "loss.png").exists() and plots.redraw(run.config.log_dir)
         try:
             report.write_report(run.config.log_dir, drawn)
-            say(report.last_words(run.config, last, progress.best))
+            say(report.last_words(run.config, last, progress, run.model.tokenizer))
         except Exception as error:
             say(f"no report ({first_line(error)}): the run itself is complete")
 

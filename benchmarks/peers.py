@@ -32,7 +32,7 @@ from support.distributed import Stop, World
 from support.generation import compile_step
 from support.optim import decay_groups
 from support.sharding import wrap
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import gpt2
 from train_gpt2 import train_step
 
 # -- the training step
@@ -43,8 +43,8 @@ class MadeUpTokens(DataLoaderLite):
 
     def __init__(self, B: int, T: int, world: World):
         self.folder = tempfile.TemporaryDirectory()
-        tokens = np.random.default_rng(0).integers(EOT, size=2_000_000, dtype=np.uint16)
-        tokens[::1000] = EOT
+        tokens = np.random.default_rng(0).integers(gpt2().eot, size=2_000_000, dtype=np.uint16)
+        tokens[::1000] = gpt2().eot
         folder = self.folder.name
         np.save(f"{folder}/made-up_train_000001.npy", tokens)
         pin = world.device.type == "cuda"
@@ -123,11 +123,11 @@ def generation(
     world: World, *, rows: int, size: dict, dtype: torch.dtype, hf: bool, compile: bool
 ) -> Callable:
     """Samples 128 tokens after each of `rows` prompts. hf: by transformers."""
-    idx = torch.randint(EOT, (rows, 8)).to(world.device)
+    idx = torch.randint(gpt2().eot, (rows, 8)).to(world.device)
     sampling: dict[str, Any] = dict(max_new_tokens=128, temperature=0.9, top_k=50)
     model = make_transformers_model(size, T=1024) if hf else GPT(GPTConfig(**size))
     if hf:
-        sampling |= dict(do_sample=True, top_p=1.0, min_new_tokens=128, pad_token_id=EOT)
+        sampling |= dict(do_sample=True, top_p=1.0, min_new_tokens=128, pad_token_id=gpt2().eot)
         sampling["attention_mask"] = torch.ones_like(idx)
     model.to(world.device, dtype).eval().requires_grad_(False)
     if compile:
@@ -203,7 +203,7 @@ def classic_pool(world: World, *, path: str) -> Callable:
 
 
 def classic_tokenize(document: str) -> np.ndarray:
-    return np.array([EOT, *get_tokenizer().encode_ordinary(document)], np.uint16)
+    return np.array([gpt2().eot, *gpt2().encoding.encode_ordinary(document)], np.uint16)
 
 
 def fineweb_script(world: World, *, path: str) -> Callable:

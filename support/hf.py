@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from support import GPT
 from support.common import UserError, reading
-from support.tokenizer import EOT, TOKENIZER_JSON, VOCAB_SIZE
+from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
 Weights = dict[str, torch.Tensor]
 EMBEDDING = "transformer.wte.weight"
@@ -49,6 +49,7 @@ class Pretrained(NamedTuple):
     fields: dict[str, Any]
     weights: Weights
     origin: str  # whose files they are, for the user
+    tokenizer: Tokenizer
     fingerprint: Fingerprint | None = None  # of the changed code that wrote them
 
 
@@ -77,7 +78,7 @@ def read_model(name: str | Path) -> Pretrained:
             weights = torch.load(path / "pytorch_model.bin", "cpu", weights_only=True)
     if fingerprint is None:
         weights = gpt2_weights(weights)
-    return Pretrained(fields, transposed(weights), origin, fingerprint)
+    return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
 
 
 def read_fields(name: str) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def read_pt(path: Path) -> Pretrained:
     origin = f"{path} (from build-nanogpt)"
     if "model_args" in saved:
         origin = f"{path} (from nanoGPT; the logits differ slightly, as it trains with exact GELU)"
-    return Pretrained(fields, weights, origin)
+    return Pretrained(fields, weights, origin, gpt2())
 
 
 def download_pretrained(name: str) -> Path:
@@ -152,7 +153,9 @@ def download_pretrained(name: str) -> Path:
     if not HUB_NAME.fullmatch(name) or (owner and os.path.isdir(owner)):  # a misspelt path
         raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
-        directory = snapshot_download(name, allow_patterns=["config.json", "model.safetensors"])
+        directory = snapshot_download(
+            name, allow_patterns=["config.json", FILE, "model.safetensors"]
+        )
         if not Path(directory, "model.safetensors").exists():  # an older repository
             snapshot_download(name, allow_patterns=["pytorch_model.bin"])
     return Path(directory)
@@ -200,19 +203,22 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
-    (directory / "tokenizer.json").write_bytes(TOKENIZER_JSON.read_bytes())
-    for name, content in json_files(asdict(model.config), model.fingerprint).items():
+    (directory / FILE).write_bytes(model.tokenizer.json.encode())
+    files = json_files(asdict(model.config), model.tokenizer, model.fingerprint)
+    for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2))
     size = sum(w.numel() for w in weights.values())
     text = model_card(size, card, model.fingerprint.difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 
-def json_files(fields: dict[str, Any], fingerprint: Fingerprint) -> dict[str, dict[str, Any]]:
+def json_files(
+    fields: dict[str, Any], tokenizer: Tokenizer, fingerprint: Fingerprint
+) -> dict[str, dict[str, Any]]:
     """What Hugging Face's libraries read about a model, by file."""
     T = fields["block_size"]
-    ends = dict(bos_token_id=EOT, eos_token_id=EOT)
-    gpt2: dict[str, Any] = dict(
+    ends = dict(bos_token_id=tokenizer.eot, eos_token_id=tokenizer.eot)
+    plain: dict[str, Any] = dict(
         **OPENAI,
         architectures=["GPT2LMHeadModel"],
         vocab_size=fields["vocab_size"],
@@ -234,14 +240,15 @@ def json_files(fields: dict[str, Any], fingerprint: Fingerprint) -> dict[str, di
         loss=fingerprint.loss,
     )
     return {
-        "config.json": changed if fingerprint.difference else gpt2,
+        "config.json": changed if fingerprint.difference else plain,
         # transformers' pipeline asks any model for 256 tokens, and cannot slide the window
         "generation_config.json": dict(**ends, max_new_tokens=min(256, T // 2)),
         "tokenizer_config.json": dict(
-            tokenizer_class="GPT2Tokenizer",
+            # of GPT2Tokenizer, transformers 5 takes some of the file only, and gives other tokens
+            tokenizer_class="GPT2Tokenizer" if tokenizer is gpt2() else "PreTrainedTokenizerFast",
             model_max_length=T,
             add_prefix_space=False,
-            **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>"),
+            **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END),
         ),
     }
 

@@ -254,6 +254,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
 def plot_comparison(result: dict[str, Any]) -> Any:
     """Draws what compare.py found: validation losses by tokens, and differences to the base."""
     figure, (losses, differences) = new_figure(1, 2)
+    measure = result.get("measure", "validation loss")
     for arm, color in zip(result["arms"], cycle(COLORS)):
         name = arm["name"]
         for run in arm["runs"]:
@@ -268,13 +269,13 @@ def plot_comparison(result: dict[str, Any]) -> Any:
                 differences.plot(difference, name, "o", color="#666666")
             half = against["half"]
             differences.errorbar(against["mean"], name, xerr=half, fmt="D", color=color, capsize=5)
-    losses.set(ylabel="validation loss", title="a line for each seed")
+    losses.set(ylabel=measure, title="a line for each seed")
     label_x(losses, "tokens (millions)")
     differences.axvline(0, color=BLACK, linewidth=1)
     differences.margins(y=0.3)
     differences.invert_yaxis()
     differences.set_title("each seed (dots), mean and 95% interval")
-    differences.set_xlabel("final validation loss minus the base's")
+    differences.set_xlabel(f"final {measure} minus the base's")
     tidy(differences)
     return figure
 

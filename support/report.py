@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from support import DataLoaderLite, TrainConfig, World
+from support import DataLoaderLite, Progress, TrainConfig, World
 from support.common import duration, write_whole
 from support.device import device_name, dtype_name
 from support.log import RECENT, read_metrics, starts_of
+from support.tokenizer import Tokenizer, gpt2
 
 # -- at the start
 
@@ -114,11 +115,17 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         if mfus := [update["mfu"] for update in updates if "mfu" in update]:
             rows["MFU"] = f"{statistics.median(mfus):.1%}: median of the updates"
         rows["memory"] = f"{memory / 1e9:.2f} GB at most, on one process"
-        rows["training loss"] = f"{statistics.fmean(losses):.4f}, mean of the last {len(losses)}"
+        loss = statistics.fmean(losses)
+        rows["training loss"] = f"{loss:.4f}, mean of the last {len(losses)}"
+        if vals := of_type(records, "val"):
+            gap = vals[-1]["val_loss"] - loss
+            rows["validation loss minus training loss"] = f"{gap:+.4f}: what is learned by heart"
         if last.get("best"):
             rows["best checkpoint"] = describe_best(last["best"])
     for record in records:  # the last evaluation of each kind
         rows |= record.get("figures", {})
+        if record.get("nats_per_character"):
+            rows["nats/character"] = f"{record['nats_per_character']:.4f}"
     machine = "{name}; processes: {processes}, CPU threads of each: {threads}"
     rows["machine"] = machine.format(**about["device"])
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
@@ -136,24 +143,31 @@ def as_code(text: str) -> str:
     return "\n".join(f"    {line}".rstrip() for line in text.splitlines()).rstrip()
 
 
-def last_words(config: TrainConfig, last_saved: Path | None, best: dict[str, Any] | None) -> str:
-    """Where the curve, the report and the best checkpoint are, and what to run next."""
+def last_words(
+    config: TrainConfig, last_saved: Path | None, progress: Progress, tokenizer: Tokenizer
+) -> str:
+    """How well it predicts text, where report, curve and checkpoint are, and what to run next."""
     python = "python"
     if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
         python = str(Path(sys.executable).relative_to(Path.cwd()))
     log_dir = config.log_dir
-    lines = {"The report:": f"{log_dir}/report.md"}
+    lines = {}
+    if bits := progress.losses.get("validation, bits per byte"):
+        nats = progress.losses["validation, nats per character"]
+        lines["Held-out text:"] = f"{bits:.3f} bits per byte = {nats:.3f} nats per character"
+    lines["The report:"] = f"{log_dir}/report.md"
     if Path(log_dir, "loss.png").exists():
         lines["The curve:"] = f"{log_dir}/loss.png"
-    if best:
-        lines["The best:"] = f"{log_dir}/{describe_best(best)}"
+    if progress.best:
+        lines["The best:"] = f"{log_dir}/{describe_best(progress.best)}"
     if last_saved:
         prompt = shlex.quote(config.sample_prompt)
         lines["Sample it:"] = f"{python} sample.py --model {last_saved} --prompt {prompt}"
-    if config.data_dir == "data/stdlib":
+    if config.data_dir in ("data/stdlib", "data/tinyshakespeare"):
         mine = "--data-dir data/mine"
+        size = "" if tokenizer is gpt2() else f" --vocab-size {tokenizer.vocab_size}"
         train = f"{python} train_gpt2.py --preset quickstart {mine} --log-dir log/mine"
-        lines["Your own text:"] = f"{python} fineweb.py --source my.txt {mine}"
+        lines["Your own text:"] = f"{python} fineweb.py --source my.txt{size} {mine}"
         lines["  then"] = f"{train} --sample-prompt 'The '"
         lines["GPT-2 itself:"] = f"{python} plan.py says how long it takes on which GPUs"
     return "\n".join(["", *(f"{name:16}{line}" for name, line in lines.items())])

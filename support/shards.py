@@ -105,6 +105,12 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
             f"no {split} shards in {data_dir} (files like *_{split}_000000.npy): "
             "make them with python fineweb.py, or name another directory with --data-dir"
         )
+    if (data_dir / "meta.pkl").exists() and paths[0].suffix == ".bin":
+        raise UserError(
+            f"{data_dir}: by its meta.pkl, nanoGPT made these tokens of characters; make a "
+            f"vocabulary and tokens with python fineweb.py --source {data_dir / 'input.txt'} "
+            "--vocab-size 1024 --data-dir data/mine"
+        )
     return [Shard(path) for path in paths]
 
 

@@ -1,12 +1,12 @@
 """Where text comes from: local files, Python's own library, the Hugging Face hub.
 
-`find_sources` lists the files behind `--source`. `read_batches` reads them from a given place.
+`find_sources` lists the files behind `--source`. `find_split` says which text is for
+validation. `read_batches` reads the files from a given place.
 """
 
 import codecs
 import glob
 import hashlib
-import io
 import json
 import os
 import re
@@ -15,7 +15,7 @@ import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import distributions
 from itertools import islice
@@ -33,7 +33,8 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "tinystories": "hub:roneneldan/TinyStories",
     "openwebtext": "hub:Skylion007/openwebtext",
 }
-TINYSHAKESPEARE = "https://github.com/karpathy/char-rnn/raw/master/data/tinyshakespeare/input.txt"
+TINYSHAKESPEARE = Path(__file__).parent.parent / "assets" / "tinyshakespeare.txt"
+TRAINING_CHARS = 1_003_854  # nanoGPT's split of it (data/shakespeare_char/prepare.py)
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 NOT_MODULES |= {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
 GENERATED = re.compile(  # what a module says of itself in its first 1000 characters
@@ -43,6 +44,10 @@ GENERATED = re.compile(  # what a module says of itself in its first 1000 charac
 HELD_OUT = "4"  # the first digit of the hash of a name: eight packages of requirements.txt have it
 PACKAGE_BYTES = 4_000_000  # of one package at most: torch and transformers would be half of all
 HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of the validation split
+MOST_HELD_OUT = 10_000_000  # bytes of text, where the split comes before the vocabulary
+VOCABULARY_TEXT = 100_000_000  # bytes that a vocabulary is trained on
+DISTINCT_WORDS = 10_000_000  # bytes of words, each once: 1 GB of memory
+WORD = re.compile(r"[^\W_]+")
 STRETCH = 2**20  # bytes of a text file that are read at a time
 BEFORE_LAST_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)  # ends in a visible character
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
@@ -63,7 +68,10 @@ class File:
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
     stamp: tuple = ()  # a local file's size, last change and SHA-256 when we began to read it
-    held_out: bool = False  # for validation: read before all others
+    held_out: str = ""  # if it is for validation, and so read before all others: what it is
+    # the part of it: from a character of a text to, if not to its end, a character of another
+    begin: tuple[int, int] = (0, 0)
+    end: tuple[int, int] | None = None
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -84,13 +92,17 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
             elif source == "python":
                 files = find_python()
             elif source == "tinyshakespeare":
-                files = [File(TINYSHAKESPEARE, partial(read_text, TINYSHAKESPEARE))]
+                whole = File(source, partial(read_text, str(TINYSHAKESPEARE)))
+                files = [
+                    replace(whole, begin=(0, TRAINING_CHARS), held_out="the last tenth of it"),
+                    replace(whole, end=(0, TRAINING_CHARS)),
+                ]
             else:
                 files = find_local(source, options["column"])
             for file in files:
                 unique.setdefault(os.path.realpath(file.name) if file.local else file, file)
                 commits[source] = file.commit
-    return list(unique.values())
+    return sorted(unique.values(), key=lambda file: not file.held_out)
 
 
 def find_stdlib() -> dict[PurePath, str]:
@@ -130,7 +142,8 @@ def find_python() -> Iterator[File]:
     print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in shuffle(held_out):
-        yield File(str(name), partial(read_text, path), held_out=True)
+        read = partial(read_text, path)
+        yield File(str(name), read, held_out="the packages that are held out")
     for name, path in shuffle(others):
         yield File(str(name), partial(read_without, path, benchmark))
 
@@ -213,13 +226,83 @@ def has_changed(path: str, column: str, stamp: list) -> bool:
     return [sha256.hexdigest() for _, sha256 in last] != [stamp[2]]
 
 
+# -- where text is split, and a vocabulary trained on it: no token may know what is held out
+
+
+def find_split(files: list[File], most: float) -> list[int]:
+    """Where training begins: the number of the file, of the text in it, and of its character.
+
+    What comes before is for validation: 5% of the bytes, at most MOST_HELD_OUT. It is documents as
+    a whole; but one that is over twice as much is cut, at the end of a line. most: where a long
+    source counts as ended, in bytes.
+    """
+    size = 0
+    places: list[tuple] = []  # of the first texts: the bytes before each, its place, is it a start
+    for i, j, text, starts in read_texts(files):
+        if size <= 2 * MOST_HELD_OUT:
+            places.append((size, i, j, starts))
+        size += num_bytes(text)
+        if size >= min(most, 20 * MOST_HELD_OUT):
+            break
+    wanted = max(1, size // 20)
+    for before, i, j, starts in places:
+        if starts and wanted <= before <= 2 * wanted:
+            return [i, j, 0]
+    before, i, j, _ = [place for place in places if place[0] < wanted][-1]
+    _, (text, _), _ = next(read_part(files[i], j))
+    at = len(text.encode("utf-8", "surrogatepass")[: wanted - before].decode("utf-8", "ignore"))
+    ends = [text.rfind("\n", 0, at) + 1, text.find("\n", at, -1) + 1]  # 0: there is none
+    return [i, j, min(filter(None, ends), key=lambda end: abs(end - at), default=at)]
+
+
+def split(files: list[File], place: list[int]) -> list[File]:
+    """The same text, held out up to a place that find_split has found."""
+    i, j, at = place
+    before = files[:i]
+    if (j, at) > (0, 0):
+        before.append(replace(files[i], end=(j, at)))
+    rest = [replace(files[i], begin=(j, at)), *files[i + 1 :]]
+    return [replace(file, held_out="its beginning") for file in before] + rest
+
+
+def read_for_vocabulary(files: list[File]) -> Iterator[str]:
+    """Yields the first VOCABULARY_TEXT bytes of training text, or those with DISTINCT_WORDS.
+
+    Training a vocabulary takes 100 bytes of memory for each byte of all different words. Without
+    spaces, as in Japanese, nearly every clause is another word.
+    """
+    size = 0
+    distinct = 0
+    words: set[str] = set()
+    for _, _, text, _ in read_texts([file for file in files if not file.held_out]):
+        yield text
+        size += num_bytes(text)
+        new = set(WORD.findall(text)) - words
+        words |= new
+        distinct += num_bytes("".join(new))
+        if distinct > DISTINCT_WORDS:
+            sample = f"the first {size / 1e6:,.0f} MB, because their words are so many"
+            print(f"vocabulary: trained on {sample} (text without spaces?)", file=sys.stderr)
+        if distinct > DISTINCT_WORDS or size >= VOCABULARY_TEXT:
+            return
+
+
+def read_texts(files: list[File]) -> Iterator[tuple[int, int, str, bool]]:
+    """Yields all texts: the number of the file, its own, the text, whether it starts a document."""
+    for i, file in enumerate(files):
+        for j, (text, starts), _ in read_part(file):
+            yield i, j, text, starts
+
+
+def num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
 # -- reading each kind of file
 
 
 def open_file(path: str) -> Any:
-    """Opens a file, decompressed if its name says so, or a text on the web, as bytes."""
-    if path.startswith("http"):
-        return io.BytesIO(download(path))
+    """Opens a file as bytes, decompressed if its name says so."""
     import fsspec
 
     return fsspec.open(path, compression="infer")
@@ -308,12 +391,14 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 
 
 def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[Batch]:
-    """Yields batches of texts, each with its place, from text `number` of a file on."""
+    """Yields batches of texts, each with its place, from text `number` of a file on.
+
+    A batch ends where the text for validation ends.
+    """
     batch: list[Text] = []
     chars = 0
     for i in range(file, len(files)):
-        texts = enumerate(read_patiently(files[i]))
-        for j, (text, sha256) in islice(texts, number if i == file else 0, None):
+        for j, text, sha256 in read_part(files[i], number if i == file else 0):
             if not batch:
                 begin = (i, j)
             batch.append(text)
@@ -323,8 +408,23 @@ def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[
                 yield (*begin, i, stamp), batch
                 batch = []
                 chars = 0
-    if batch:
-        yield (*begin, i, files[i].stamp), batch
+        is_last = i + 1 == len(files) or (files[i].held_out and not files[i + 1].held_out)
+        if batch and is_last:
+            yield (*begin, i, files[i].stamp), batch
+            batch = []
+            chars = 0
+
+
+def read_part(file: File, number: int = 0) -> Iterator[tuple[int, Text, Any]]:
+    """Yields the texts of a file's part from text `number` on: their numbers, they, and the hash of
+    all texts so far. Where the part begins, a document starts."""
+    first, skipped = file.begin
+    last, taken = file.end or (None, 0)
+    stop = last + (taken > 0) if last is not None else None
+    texts = islice(enumerate(read_patiently(file)), max(number, first), stop)
+    for j, ((text, starts), sha256) in texts:
+        text = text[skipped if j == first else 0 : taken if j == last else None]
+        yield j, (text, starts or j == first), sha256
 
 
 def read_patiently(file: File) -> Iterator[tuple[Text, Any]]:

@@ -1,19 +1,31 @@
-"""GPT-2's byte-pair encoding, from the rank table in `assets/`: it never needs the network."""
+"""Byte-level BPE: GPT-2's vocabulary, or one of the data's own. It never needs the network.
+
+A vocabulary is the bytes of its tokens, in the order of the merges. tiktoken encodes with them.
+`tokenizer.json` says the same to Hugging Face's libraries, and `<|endoftext|>` is the last token.
+"""
 
 import base64
+import hashlib
+import json
+import os
 import re
-from functools import lru_cache
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from support.common import UserError
+from support import GPT
+from support.common import UserError, reading
 
 RANKS_FILE = Path(__file__).parent.parent / "assets" / "gpt2.tiktoken"
-TOKENIZER_JSON = RANKS_FILE.with_name("tokenizer.json")  # the same for Hugging Face
-VOCAB_SIZE = 50257  # 256 bytes + 50,000 merges + <|endoftext|>
-EOT = 50256  # <|endoftext|>, the start of every document
+FILE = "tokenizer.json"
+VOCAB_SIZE = 50257  # GPT-2's: 256 bytes + 50,000 merges + <|endoftext|>
+END = "<|endoftext|>"  # starts every document
 
 # How GPT-2 cuts text into words before it merges bytes (the pattern of tiktoken's r50k_base).
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -21,42 +33,116 @@ PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$
 # Before the last of very many spaces. Unlike Python's \s, tiktoken's lacks \x1c to \x1f.
 LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{100000})")
 
+# The characters for bytes in Hugging Face's files: a visible one its own, the others from 256 on
+# (encoder.py of openai/gpt-2).
+VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+CHARACTERS = {byte: chr(byte) for byte in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
+BYTES = {character: byte for byte, character in CHARACTERS.items()}
+
+
+@dataclass(eq=False)
+class Tokenizer:
+    """A vocabulary. ranks: {the bytes of a token: its number}, from 0 on, in order."""
+
+    ranks: dict[bytes, int]
+
+    @property
+    def eot(self) -> int:
+        """<|endoftext|>, the last token."""
+        return len(self.ranks)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.ranks) + 1
+
+    @cached_property
+    def sha256(self) -> str:
+        """What the vocabulary is known by: two with the same one give all texts the same tokens."""
+        lines = [PATTERN.encode(), *map(base64.b64encode, self.ranks)]
+        return hashlib.sha256(b"\n".join(lines)).hexdigest()
+
+    def __str__(self) -> str:
+        name = "GPT-2's" if self is gpt2() else f"SHA-256 {self.sha256[:8]}…"
+        return f"{self.vocab_size:,} tokens ({name})"
+
+    @cached_property
+    def encoding(self) -> Any:
+        """tiktoken's Encoding. Its `encode_ordinary` fails for some texts: see `encode`."""
+        import tiktoken
+
+        return tiktoken.Encoding(
+            "ranks",
+            pat_str=PATTERN,
+            mergeable_ranks=self.ranks,
+            special_tokens={END: self.eot},
+        )
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """(vocab_size,): how many bytes of text each token is. <|endoftext|> is none."""
+        return np.array([*map(len, self.ranks), 0])
+
+    @cached_property
+    def characters(self) -> np.ndarray:
+        """(vocab_size,): how many characters of UTF-8 begin in each token."""
+        return np.array([*(sum(b & 0xC0 != 0x80 for b in token) for token in self.ranks), 0])
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of any text. A literal <|endoftext|> stays text."""
+        return np.concatenate(self.encode_to_arrays(text)).tolist()
+
+    def encode_to_arrays(self, text: str) -> list[np.ndarray]:
+        """The same tokens as arrays, one for each piece of a long text.
+
+        tiktoken fails where a million spaces precede a word. GPT-2's pattern takes all but the last
+        of them for one word, so we cut the text before the last. No token changes.
+        """
+        pieces = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
+        try:
+            encode = self.encoding.encode_to_numpy
+            return [encode(piece, disallowed_special=()) for piece in pieces]
+        except UnicodeEncodeError:
+            return self.encode_to_arrays(replace_surrogates(text))
+
+    @cached_property
+    def json(self) -> str:
+        """What tokenizer.json says. Raises ValueError for ranks that no merges lead to."""
+        if self is gpt2():  # the same, without the seconds for 50,000 merges
+            return RANKS_FILE.with_name(FILE).read_text("utf-8")
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+        words = ["".join(CHARACTERS[byte] for byte in token) for token in self.ranks]
+        merges = [parts_of(token, self.ranks) for token in self.ranks if len(token) > 1]
+        vocabulary = {word: rank for rank, word in enumerate([*words, END])}
+        pairs = [(words[self.ranks[a]], words[self.ranks[b]]) for a, b in merges]
+        tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        tokenizer.add_special_tokens([END])
+        return tokenizer.to_str()
+
+
+def parts_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
+    """The two tokens that are merged into this one: what lower ranks alone make of its bytes."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        i = pairs.index(min(pairs))
+        if pairs[i] >= ranks[token]:
+            break
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    first, second = parts  # a ValueError if it takes more
+    return first, second
+
 
 @lru_cache(maxsize=1)
-def get_tokenizer() -> Any:
-    """GPT-2's tokenizer. `encode_ordinary(text)` takes a literal <|endoftext|> for plain text."""
-    import tiktoken
-
+def gpt2() -> Tokenizer:
     lines = RANKS_FILE.read_bytes().splitlines()
-    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    return tiktoken.Encoding(
-        "gpt2", pat_str=PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": EOT}
+    return Tokenizer(
+        {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
     )
-
-
-@lru_cache(maxsize=1)
-def token_sizes() -> np.ndarray:
-    """(50257,): how many bytes of text each token is. <|endoftext|> is none."""
-    decode = get_tokenizer().decode_single_token_bytes
-    return np.array([*(len(decode(token)) for token in range(EOT)), 0])
-
-
-def encode(text: str) -> list[int]:
-    """GPT-2's tokens of any text. A literal <|endoftext|> stays text."""
-    return np.concatenate(encode_to_arrays(text)).tolist()
-
-
-def encode_to_arrays(text: str) -> list[np.ndarray]:
-    """The same tokens as arrays, one for each piece of a long text.
-
-    tiktoken fails where a million spaces precede a word. GPT-2's pattern takes all but the last
-    of them for one word, so we cut the text before the last. No token changes.
-    """
-    pieces = LAST_SPACE.split(text) if len(text) > 100_000 else [text]
-    try:
-        return [get_tokenizer().encode_to_numpy(piece, disallowed_special=()) for piece in pieces]
-    except UnicodeEncodeError:
-        return encode_to_arrays(replace_surrogates(text))
 
 
 def replace_surrogates(text: str) -> str:
@@ -67,9 +153,119 @@ def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def check_vocabulary(model: str, vocab_size: int) -> None:
-    """Raises UserError if the vocabulary is not GPT-2's. model: its name."""
-    if vocab_size != VOCAB_SIZE:
+# -- training one
+
+
+def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more.
+
+    It is the same for the same texts, whatever the number of threads.
+    """
+    from tokenizers import Tokenizer as Trained
+    from tokenizers import models, pre_tokenizers, trainers
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns when workers fork
+    trained = Trained(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    trained.train_from_iterator(map(replace_surrogates, texts), trainer)
+    return Tokenizer(ranks_of(trained.get_vocab()))
+
+
+def ranks_of(vocabulary: dict[str, int]) -> dict[bytes, int]:
+    """Hugging Face's {word: number} as ranks. Raises KeyError for words that are no bytes."""
+    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    return {bytes(BYTES[c] for c in word): rank for rank, word in enumerate(words)}
+
+
+# -- reading one
+
+
+def read_tokenizer(name: str | Path) -> Tokenizer:
+    """Reads a tokenizer.json, or the one in a directory; "gpt2" is GPT-2's.
+
+    Raises UserError if it gives texts other tokens than its ranks do.
+    """
+    path = Path(name)
+    path = path / FILE if path.is_dir() else path
+    if str(name) == "gpt2":
+        return gpt2()
+    with reading(path):
+        content = path.read_text("utf-8")
+        parts = json.loads(content)
+    if content == gpt2().json:
+        return gpt2()
+    with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
+        ranks = ranks_of({w: n for w, n in parts["model"]["vocab"].items() if w != END})
+        tokenizer = gpt2() if ranks == gpt2().ranks else Tokenizer(ranks)
+        if what_decides(content) == what_decides(tokenizer.json):
+            return tokenizer
+    raise UserError(
+        f"{path} is of another kind: byte-level BPE as GPT-2's, with {END} as its last token, can "
+        "be read; fineweb.py --vocab-size trains one"
+    )
+
+
+def what_decides(content: str) -> list:
+    """Of a tokenizer.json, what decides which tokens a text has. Old files write it otherwise."""
+    from tokenizers import Tokenizer
+
+    parts = json.loads(Tokenizer.from_str(content).to_str())
+    parts["pre_tokenizer"].pop("trim_offsets", None)
+    added = [(token["id"], token["content"]) for token in parts["added_tokens"]]
+    model = [parts["model"][name] for name in ("type", "vocab", "merges")]
+    return [parts["normalizer"], parts["pre_tokenizer"], added, *model]
+
+
+def tokenizer_in(directory: str | Path) -> Tokenizer:
+    """A model's own, from its tokenizer.json. A directory without one is GPT-2's."""
+    old = Path(directory) / "vocab.json"  # what older models have instead
+    if (Path(directory) / FILE).exists():
+        return read_tokenizer(directory)
+    if old.exists() and json.loads(old.read_bytes()) != json.loads(gpt2().json)["model"]["vocab"]:
+        raise UserError(f"{old} is not GPT-2's: have transformers save {FILE} beside it")
+    return gpt2()
+
+
+def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
+    """The one that made the shards in data_dir. Raises UserError if it is missing or another one.
+
+    The manifest knows which it was. Shards without a manifest have the one beside them.
+    """
+    manifest = Path(data_dir) / "manifest.json"
+    tokenizer = tokenizer_in(data_dir)
+    if manifest.exists():
+        with reading(manifest):
+            made_with = json.loads(manifest.read_bytes()).get("tokenizer", {})
+        if tokenizer.sha256 != made_with.get("sha256", gpt2().sha256):
+            raise UserError(
+                f"{Path(data_dir) / FILE} is missing or not the one that made the shards: put it "
+                "back, or make all anew with fineweb.py --overwrite"
+            )
+    return tokenizer
+
+
+def check_vocabulary(name: str, model: GPT) -> None:
+    """Raises UserError if a model has another number of tokens than its tokenizer. name: its."""
+    if model.config.vocab_size != model.tokenizer.vocab_size:
         raise UserError(
-            f"{model} has {vocab_size} tokens in its vocabulary: use one with GPT-2's {VOCAB_SIZE}"
+            f"{name} has {model.config.vocab_size} tokens, its tokenizer "
+            f"{model.tokenizer.vocab_size}: put the {FILE} of its vocabulary beside its weights"
+        )
+
+
+def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Tokenizer) -> None:
+    """Raises UserError if a model and data have two vocabularies. name: the model's."""
+    check_vocabulary(name, model)
+    if model.tokenizer.sha256 != of_data.sha256:
+        own = name if os.path.isdir(name) else f"the model's {FILE}"
+        choice = "gpt2" if model.tokenizer is gpt2() else own
+        raise UserError(
+            f"{name} has a vocabulary of {model.tokenizer}, {data_dir} one of {of_data}: make data "
+            f"with the model's, by fineweb.py --tokenizer {choice}, or train a new model"
         )

@@ -12,19 +12,20 @@ from concurrent.futures.process import BrokenProcessPool
 from support.common import run_script
 
 
-def start_pool(workers: int, prepare: Callable, argument: object) -> ProcessPoolExecutor:
-    """Starts processes that first call prepare(argument). Start threads after this."""
+def start_pool(workers: int, prepare: Callable, *arguments: object) -> ProcessPoolExecutor:
+    """Starts processes that first call prepare(*arguments). Start threads after this."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")  # at os._exit
-    pool = ProcessPoolExecutor(workers, initializer=start_worker, initargs=(prepare, argument))
+    start: Callable = start_worker
+    pool = ProcessPoolExecutor(workers, initializer=start, initargs=(prepare, *arguments))
     pool.submit(os.getpid).result()  # the pool forks at its first work
     return pool
 
 
-def start_worker(prepare: Callable, argument: object) -> None:
+def start_worker(prepare: Callable, *arguments: object) -> None:
     """Prepares a worker. It leaves Ctrl-C to its parent, and ends when the parent ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    prepare(argument)
+    prepare(*arguments)
 
 
 def end_with_parent() -> None:

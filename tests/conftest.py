@@ -24,7 +24,6 @@ from hypothesis import HealthCheck, settings
 from warm import Done, Warm, two_ranks
 
 from model import GPT, GPTConfig
-from support.tokenizer import EOT
 
 settings.register_profile(
     "here",
@@ -37,6 +36,7 @@ settings.load_profile("here")
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
+EOT = 50256  # GPT-2's <|endoftext|>
 LONGEST = 900  # seconds that a script may take: many times what any needs, even on a busy machine
 
 # a training run of a second or two: tiny model, float32, eager, nothing on the way
@@ -264,6 +264,9 @@ def run_dir(finished, tmp_path) -> Path:
 
 class HerePool:
     """Stands in for a pool of processes: does the work at once, in this one."""
+
+    def __init__(self, workers, prepare, *arguments):
+        prepare(*arguments)
 
     def submit(self, work, *args) -> Future:
         future: Future = Future()

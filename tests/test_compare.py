@@ -12,10 +12,13 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, TINY, command, environment, wait_for, warm_server
+from contract import call
 
 import compare
 from compare import Arm, Trainer
 from support.common import UsageError, UserError
+from support.log import read_run
+from support.report import of_type
 
 # AdamW at a rate where rounding does not grow
 FLAGS = " ".join([*TINY, "--max-steps 40 --val-every 20 --val-tokens 320 --learning-rate 1e-3"])
@@ -121,7 +124,7 @@ def test_the_page_is_that_of_the_committed_records(record):
 
 
 def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, monkeypatch):
-    def train(arm, changes, _):
+    def train(arm, changes, *_):
         value = changes["lr"]
         loss = None if value > 0.05 else abs(value / best - 1)  # or diverged
         return dict(val_loss=loss, dtype="float32", seconds=[])
@@ -244,11 +247,11 @@ def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
     monkeypatch.setattr(compare, "run_process", lambda command, _: started.append(command[1]))
     (tmp_path / "output.txt").touch()
     with pytest.raises(UserError, match="ended early"):
-        compare.train(arm, {"seed": 1}, tmp_path)
+        compare.train(arm, {"seed": 1}, tmp_path, "val_loss")
     assert started == [str(copy / "train_gpt2.py")]
     (copy / "model.py").write_text("changed = True\n")
     with pytest.raises(UserError, match="has changed since the start"):
-        compare.train(arm, {"seed": 1}, tmp_path)
+        compare.train(arm, {"seed": 1}, tmp_path, "val_loss")
 
 
 def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
@@ -304,13 +307,13 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
 def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypatch, capsys):
     """Finished runs count too. The sweep's best is at its end, so it adds a run."""
 
-    def train(arm, changes, directory):
+    def train(arm, changes, directory, _):
         loss = 1 / changes.get("lr", 1) if len(arm.tried) < 3 else 9.0
         return dict(val_loss=loss, dtype="float32", seconds=[0, 200.0])
 
     finished = dict(val_loss=5.0, dtype="float32", seconds=[])
 
-    def read_outcome(directory):
+    def read_outcome(directory, _):
         return None if "new" in directory.parts else finished
 
     monkeypatch.setattr(compare, "read_outcome", read_outcome)
@@ -330,14 +333,14 @@ def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypa
 def test_arms_with_dtype_auto_share_the_precision_that_the_first_run_measured(
     tmp_path, monkeypatch
 ):
-    def train(arm, changes, directory):
+    def train(arm, changes, directory, _):
         flags.append(changes["dtype"])
         name = "bfloat16" if changes["dtype"] == "auto" else changes["dtype"]
         finished[directory] = dict(val_loss=5.0, dtype=name, seconds=[])
         return finished[directory]
 
     flags, finished = [], {}
-    monkeypatch.setattr(compare, "read_outcome", finished.get)
+    monkeypatch.setattr(compare, "read_outcome", lambda directory, _: finished.get(directory))
     monkeypatch.setattr(compare, "train", train)
     arms = [Arm(dtype, ROOT, [], dict(dtype=dtype)) for dtype in ("auto", "float16")]
     for seeds in ([1, 2], [1, 2, 3]):  # the command is repeated, with a seed more
@@ -358,6 +361,44 @@ def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
         compare.run_process([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
 
 
+# -- other vocabularies
+
+
+def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
+    tmp_path, monkeypatch, asked_here
+):
+    lines = [f"the {n} quick brown foxes jump over {n % 7} lazy dogs\n" for n in range(2000)]
+    for name, start, flags in (
+        ("gpt2", 0, ["--tokenizer", "gpt2"]),
+        ("own", 0, ["--vocab-size", 300]),
+        ("other", 9, ["--vocab-size", 300]),
+    ):
+        (tmp_path / "b.txt").write_text("".join(lines[start:]))
+        done = call(
+            "fineweb.py", "--source", tmp_path / "b.txt", "--data-dir", tmp_path / name, *flags
+        )
+        assert done.returncode == 0, done
+    monkeypatch.setattr(compare, "run_process", train_warm)
+    base = f"{FLAGS} --data-dir {tmp_path}/own --val-tokens"
+    for arm, val_tokens, words in (
+        ("other", 10**6, "must hold out the same text"),
+        ("gpt2", 320, "validate on all of it: --val-tokens"),
+    ):
+        flags = ["--base", f"{base} {val_tokens}", "--arm", f"it: --data-dir {tmp_path}/{arm}"]
+        with pytest.raises(UsageError, match=words):
+            compare.main(flags)
+    out = tmp_path / "out"
+    arm = f"it: --data-dir {tmp_path}/gpt2"
+    compare.main(["--base", f"{base} 1000000", "--arm", arm, "--seeds=2", f"--out={out}"])
+    result = json.loads((out / "compare.json").read_text())
+    for arm in result["arms"]:
+        for run in arm["runs"]:
+            [*_, last] = of_type(read_run(run["directory"]).records, "val")
+            assert run["val_loss"] == run["losses"][-1] == last["bits_per_byte"]
+    page = (out / "compare.md").read_text()
+    assert "| arm | bits per byte | against base |" in page and "Bits per byte: mean" in page
+
+
 # -- mistakes
 
 
@@ -370,7 +411,7 @@ def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
         (["a: --optimizer sgd"], "is refused"),
         (["a: @nowhere"], "no copy of this repository"),
         (["a: 'open"], "No closing quotation"),
-        (["a: --val-tokens 160"], "the same data and val_tokens"),
+        (["a: --val-tokens 160"], "validate on all of it: --val-tokens 700 in --base"),
         (["a: --data-dir nowhere"], "does not exist"),
         (["a: --val-every 0"], "nothing is measured"),
         (["a: --n-head 3"], "is no multiple of n_head 3"),

@@ -442,9 +442,12 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
         outcome("kills", f"a save of step {step}, {beside}, event {log_dir.name}", RIGHT)
 
 
-def test_shards_killed_at_any_write_are_those_of_a_run_left_alone(tmp_path, monkeypatch, outcome):
-    """A shard for validation, two for training; the manifest before, between and after."""
-    monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+@pytest.mark.parametrize("flags", [[], ["--vocab-size", 270]], ids=["gpt2", "own"])
+def test_shards_killed_at_any_write_are_those_of_a_run_left_alone(
+    tmp_path, monkeypatch, outcome, flags
+):
+    """A shard for validation, then training's; the vocabulary; the manifest between them."""
+    monkeypatch.setattr(fineweb, "start_pool", HerePool)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     draw = random.Random(0)
     source = tmp_path / "a.jsonl"
@@ -453,12 +456,13 @@ def test_shards_killed_at_any_write_are_those_of_a_run_left_alone(tmp_path, monk
             f.write(json.dumps({"text": "".join(draw.choices("etaoin ", k=100))}) + "\n")
 
     def make(folder: Path) -> None:
-        done = call("fineweb.py", "--source", source, "--data-dir", folder, "--shard-size", 700)
+        where = ["--source", source, "--data-dir", folder, "--shard-size", 700]
+        done = call("fineweb.py", *where, *flags)
         assert done.returncode == 0, done
 
     make(tmp_path / "whole")
     whole = contents(tmp_path / "whole")
-    assert len(whole) == 4
+    assert ("tokenizer.json" in whole) == bool(flags) and len(whole) >= 4
     for folder, _ in kill_everywhere(tmp_path, make):
         written = contents(folder) if folder.exists() else {}
         for name in written.keys() & whole.keys() - {"manifest.json"}:

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, HerePool, documents, losses, write_shard
+from conftest import EOT, TINY, HerePool, documents, losses, write_shard
 from contract import RIGHT, Done, call, contents, judge
 
 import fineweb
 import sample
 from model import GPT, GPTConfig
-from support.tokenizer import EOT, encode, get_tokenizer, replace_surrogates
+from support.tokenizer import gpt2, replace_surrogates
 
 # -- where the scripts are called
 
@@ -61,7 +61,7 @@ def quick(monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("socket.getaddrinfo", no_network)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+    monkeypatch.setattr(fineweb, "start_pool", HerePool)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -232,11 +232,11 @@ def test_five_thousand_strings_come_back_from_tokens_and_from_shards(seed, place
     val, train = (np.load(next(place.glob(f"out/*_{split}_*.npy"))) for split in ("val", "train"))
     tokens = np.concatenate([val, train])
     starts = [*np.flatnonzero(tokens == EOT), len(tokens)]
-    decode = get_tokenizer().decode
+    decode = gpt2().encoding.decode
     for text, (start, end) in zip(texts, pairwise(starts), strict=True):
         whole = replace_surrogates(text)
         back = decode(tokens[start + 1 : end].tolist())
-        assert back == whole and decode(encode(text)) == whole, ascii(text)
+        assert back == whole and decode(gpt2().encode(text)) == whole, ascii(text)
         outcome("text", ascii(text)[:60], RIGHT)
 
 

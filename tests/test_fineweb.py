@@ -27,18 +27,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import HerePool, run_program
+from conftest import EOT, HerePool, run_program
 from contract import TOLD, call, contents
 from tqdm import tqdm
 
 import fineweb
-from fineweb import Config, hold_out, pack, read_manifest, stream_tokens, tokenize
+from fineweb import Config, hold_out, pack, prepare_worker, read_manifest, stream_tokens, tokenize
 from support import common, text
 from support.common import UserError
 from support.decontaminate import Benchmark, cut_out
 from support.shards import find_shards
 from support.text import find_sources, read_batches
-from support.tokenizer import EOT, encode_to_arrays, get_tokenizer
+from support.tokenizer import gpt2
 
 ROOT = Path(__file__).parent.parent
 
@@ -121,7 +121,7 @@ def tokens_in(folder: Path) -> np.ndarray:
 
 @cache
 def tokens_of(text: str) -> np.ndarray:
-    return np.array([EOT, *get_tokenizer().encode_ordinary(text)])
+    return np.array([EOT, *gpt2().encoding.encode_ordinary(text)])
 
 
 def expected(texts) -> np.ndarray:
@@ -132,7 +132,7 @@ def texts_in(tokens: np.ndarray) -> list[str]:
     """The documents again."""
     assert tokens[0] == EOT
     starts = [*np.flatnonzero(tokens == EOT), len(tokens)]
-    return [get_tokenizer().decode(tokens[a + 1 : b].tolist()) for a, b in pairwise(starts)]
+    return [gpt2().encoding.decode(tokens[a + 1 : b].tolist()) for a, b in pairwise(starts)]
 
 
 def write_parquet(path: Path, texts, group: int = 50) -> Path:
@@ -174,7 +174,7 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
             pieces = list(text.read_text(str(tmp_path / "a.txt"), ""))
             assert "".join(piece for piece, _ in pieces) == document
             assert [starts for _, starts in pieces] == [True] + [False] * (len(pieces) - 1)
-            parts = [part for piece, _ in pieces for part in encode_to_arrays(piece)]
+            parts = [part for piece, _ in pieces for part in gpt2().encode_to_arrays(piece)]
             assert np.concatenate(parts).tolist() == expected([document])[1:].tolist()
 
 
@@ -204,6 +204,7 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
 def stream_of(texts, size, before=((0, 0, 0, ()), {}), limit=10**9):
     """What the workers and `stream_tokens` make of texts, `size` at a time, from a place on."""
     (_, first, _, _), counts = before
+    prepare_worker(gpt2(), None)
     batches = []
     for i in range(first, len(texts), size):
         batches.append(((0, i, 0, ()), tokenize([(text, True) for text in texts[i : i + size]])))
@@ -211,7 +212,7 @@ def stream_of(texts, size, before=((0, 0, 0, ()), {}), limit=10**9):
 
 
 def pack_all(stream, size, val_tokens=0):
-    first, stream = hold_out(stream, size, val_tokens, num_documents=0)
+    first, stream = hold_out(stream, size, val_tokens, 0, EOT)
     return pack(stream, size, first)
 
 
@@ -247,18 +248,19 @@ def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_siz
 )
 def test_the_first_tokens_are_held_out(lengths, shard_size, val_tokens, held):
     tokens = np.concatenate([[EOT] + [1] * (n - 1) for n in lengths]).astype(np.uint16)
-    batches = np.array_split(tokens, 70)
-    stream = iter([(i, batch) for i, batch in enumerate(batches)])
-    num_documents = 21 if 40 in lengths else 0
-    first, stream = hold_out(stream, shard_size, val_tokens, num_documents)
+    end = 1020 if 40 in lengths else 0  # a batch ends where the files end that are held out
+    batches = [*np.array_split(tokens[:end], 30), *np.array_split(tokens[end:], 40)]
+    places = [((int(i >= 30), i, 0, ()), {}) for i in range(70)]
+    stream = zip(places, batches, strict=True)
+    first, stream = hold_out(stream, shard_size, val_tokens, int(end > 0), EOT)
     assert first == held
-    assert [i for i, _ in stream] == list(range(70))
+    assert [i for ((_, i, *_), _), _ in stream] == list(range(70))
 
 
 def test_tokens_that_are_packed_do_not_stay_in_memory():
     arrays = [np.full(100, EOT, np.uint16) for _ in range(8)]
     first = weakref.ref(arrays[0])
-    shards = pack_all((("", arrays.pop(0)) for _ in range(8)), size=200)
+    shards = pack_all(((((0,), {}), arrays.pop(0)) for _ in range(8)), size=200)
     for _ in range(2):
         next(shards)
     assert first() is None
@@ -760,14 +762,13 @@ def test_ctrl_c_does_not_wait_for_a_hub_that_stalls(tmp_path, hub):
     interrupt(process)
 
 
-def test_a_text_on_the_web_is_read_also_from_a_busy_server_or_told(hub, monkeypatch):
+def test_a_file_on_the_web_is_read_also_from_a_busy_server(hub, monkeypatch):
     url = hub.env["HF_ENDPOINT"] + "/input.txt"
-    monkeypatch.setattr(text, "TINYSHAKESPEARE", url)
     monkeypatch.setattr("urllib3.util.Retry.sleep", lambda *_: None)
     hub.statuses = [503, 503, 200, 404]
-    files = files_of("tinyshakespeare")
-    assert list(read_batches(files)) == [((0, 0, 0, ()), [(hub.texts[0], True)])]
-    assert f"{url} cannot be read (HTTPError: 404" in sentence(list, read_batches(files))
+    assert text.download(url) == hub.texts[0].encode()
+    with pytest.raises(OSError, match="404"):
+        text.download(url)
 
 
 def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monkeypatch, here):
@@ -778,10 +779,6 @@ def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monke
         options = ["--source", "hub:o/d", "--data-dir", folder]
         done = run(*options, code=1, first="text.FIRST_ANSWER = 0.3", env=env)
     assert "hub:o/d cannot be read (ReadTimeout: " in done.stderr
-    monkeypatch.setattr(text, "TINYSHAKESPEARE", f"{address}/input.txt")  # closed by now
-    assert "input.txt cannot be read (ConnectionError: " in sentence(
-        make, folder, "tinyshakespeare"
-    )
     assert not folder.parent.exists() and 5 <= text.FIRST_ANSWER <= 15
 
 
@@ -803,7 +800,7 @@ def test_what_the_hub_does_not_have_is_one_sentence(hub, tmp_path, source):
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(fineweb, "start_pool", lambda *_: HerePool())
+    monkeypatch.setattr(fineweb, "start_pool", HerePool)
     monkeypatch.setattr(text, "BATCH_DOCUMENTS", 100)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and no power fails here
 

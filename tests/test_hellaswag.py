@@ -26,7 +26,7 @@ from hellaswag import evaluate, iterate_examples, load_examples, render_example,
 from model import GPT, GPTConfig
 from support.common import UserError
 from support.distributed import World
-from support.tokenizer import get_tokenizer
+from support.tokenizer import gpt2
 
 TEXT = (
     "the man is seen riding a bike down on his own roof and then they walk together across some "
@@ -54,7 +54,7 @@ def write_examples(path: Path, examples: list[dict]) -> None:
 @torch.no_grad()
 def plain_losses(model: GPT, example: dict, window: int) -> list[float]:
     """The reference: one ending at a time, logits of all positions, float32, nothing shared."""
-    encode = get_tokenizer().encode_ordinary
+    encode = gpt2().encoding.encode_ordinary
     context = encode(example["ctx"])
     endings = [encode(" " + ending)[:window] for ending in example["endings"]]
     context = context[-max(1, window + 1 - max(map(len, endings))) :]
@@ -87,7 +87,7 @@ def all_plain_losses(model: GPT, examples: list[dict]) -> np.ndarray:
 
 
 def test_an_example_is_laid_out_as_build_nanogpt_does():
-    encode = get_tokenizer().encode_ordinary
+    encode = gpt2().encoding.encode_ordinary
     endings = ["falls.", "is here", "a b c d e", "x"]
     example = dict(ctx="A man is sitting on a roof. he", endings=endings, label=2)
     tokens, mask, label = render_example(example)
@@ -144,7 +144,7 @@ def test_losses_and_predictions_equal_the_plain_reference(monkeypatch):
     examples = made_examples(20)
     losses, lengths, truncated = score(model, examples, "cpu")
     expected = all_plain_losses(model, examples)
-    encode = get_tokenizer().encode_ordinary
+    encode = gpt2().encoding.encode_ordinary
     endings = [example["endings"] for example in examples]
     assert lengths.tolist() == [[len(encode(" " + ending)) for ending in four] for four in endings]
     assert truncated == 0
@@ -215,7 +215,7 @@ def test_what_cannot_be_scored_is_one_sentence():
         spoiled.transformer.ln_f.weight[3] = math.nan
     unlabelled = {k: v for k, v in GOOD.items() if k != "label"}
     for model, examples, message in (
-        (small_model(vocab_size=300), [GOOD], "has 300 tokens in its vocabulary"),
+        (small_model(vocab_size=300), [GOOD], "has 300 tokens, its tokenizer 50257"),
         (spoiled, [GOOD], "losses are infinite or NaN"),
         (small_model(), [GOOD, unlabelled], "without labels"),
     ):

@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import random_model, run_program, train
+from conftest import EOT, random_model, run_program, train
 from safetensors.torch import load_file, save_file
 
 import model
@@ -21,7 +21,7 @@ from model import GPT, GPTConfig
 from support.common import UserError
 from support.fingerprint import refuse_other_change
 from support.hf import Fingerprint, Pretrained
-from support.tokenizer import EOT, encode, get_tokenizer
+from support.tokenizer import gpt2
 
 transformers = pytest.importorskip("transformers")
 
@@ -82,7 +82,7 @@ def test_beside_the_weights_are_a_card_with_the_facts_and_gpt2s_tokenizer(tmp_pa
         for _ in range(100):
             text = "".join(chr(0x10000 * plane + rng.randrange(0x10000)) for _ in range(9))
             text = " 's\n" + text.encode(errors="ignore").decode()
-            assert tokenizer(text)["input_ids"] == encode(text), repr(text)
+            assert tokenizer(text)["input_ids"] == gpt2().encode(text), repr(text)
 
 
 # -- nanoGPT's and build-nanogpt's files
@@ -332,9 +332,9 @@ generate("Hello")  # as many tokens as fit into the window
 print(generate("Hello", do_sample=False, max_new_tokens=5))"""
     done = run_program([sys.executable, "-c", code], **OFFLINE)
     assert done.returncode == 0, done.stderr
-    idx = torch.tensor([encode("Hello")])
+    idx = torch.tensor([gpt2().encode("Hello")])
     tokens = GPT.from_pretrained(checkpoint).generate(idx, 5, temperature=0, stop=EOT)[0]
-    text = get_tokenizer().decode(tokens.tolist()).split("<|endoftext|>")[0]
+    text = gpt2().encoding.decode(tokens.tolist()).split("<|endoftext|>")[0]
     assert ast.literal_eval(done.stdout) == [{"generated_text": text}]
 
 

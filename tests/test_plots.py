@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from matplotlib.image import imread
 from config import PRESETS
 from model import GPT, GPTConfig
 from support import look_inside, plots, report
+from support.checkpoint import Progress
 from support.log import Log, LoggedRun, read_log, read_metrics, read_run, read_runs
+from support.tokenizer import gpt2, train_vocabulary
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
     "command": "python train_gpt2.py --max-steps 60 --seed 2 --overwrite",
@@ -268,14 +271,20 @@ def test_a_report_leaves_out_what_a_run_has_not_done(tmp_path, losing):
     assert row[losing] not in page and "## Commands" in page and "loss.png" not in page
 
 
-def test_the_last_words_are_the_commands_to_run_next_and_the_best_checkpoint():
+def test_the_last_words_are_the_loss_of_text_the_best_checkpoint_and_what_to_run_next():
     quickstart = PRESETS["quickstart"]
     last = Path("log/quickstart/ckpt_000200")
-    words = report.last_words(quickstart, last, {"step": 180, "loss": 3.1234})
+    losses = {"validation, bits per byte": 2.06, "validation, nats per character": 1.428}
+    progress = Progress(best={"step": 180, "loss": 3.1234}, losses=losses)
+    own = train_vocabulary(["a text"], 300)
+    words = report.last_words(quickstart, last, progress, own)
+    assert "2.060 bits per byte = 1.428 nats per character" in words
     assert "log/quickstart/ckpt_000180, with the lowest validation loss: 3.1234" in words
-    assert "sample.py --model log/quickstart/ckpt_000200 --prompt 'def '" in words
-    assert "fineweb.py --source my.txt --data-dir data/mine" in words
+    prompt = shlex.quote(quickstart.sample_prompt)
+    assert f"sample.py --model log/quickstart/ckpt_000200 --prompt {prompt}" in words
+    assert f"--source my.txt --vocab-size {own.vocab_size} --data-dir data/mine" in words
     assert "plan.py" in words
-    words = report.last_words(dataclasses.replace(quickstart, data_dir="data/mine"), None, None)
+    mine = dataclasses.replace(quickstart, data_dir="data/mine")
+    words = report.last_words(mine, None, Progress(), gpt2())
     assert "sample.py" not in words, "nothing was saved"
     assert "my.txt" not in words and "plan.py" not in words, "the user has done that"

@@ -11,13 +11,14 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import random_model
+from conftest import EOT, random_model
 
 import sample
 from model import GPT, GPTConfig
+from support import generation
 from support.common import UsageError, UserError
 from support.generation import choose, compile_step, stream
-from support.tokenizer import EOT, get_tokenizer
+from support.tokenizer import gpt2, train_vocabulary
 
 
 def uncached(model: GPT, prompts: list[list[int]], n: int, **how) -> list[list[int]]:
@@ -155,10 +156,10 @@ def run(monkeypatch, capsys, *args, stdin: bytes = b"") -> str:
 def test_a_streamed_sample_is_the_text_of_its_tokens(monkeypatch, capsys, directory):
     flags = f"--model {directory} --max-new-tokens 12 --temperature 0".split()
     out = run(monkeypatch, capsys, *flags, "--prompt", "Hello 🌍")
-    prompt = get_tokenizer().encode_ordinary("Hello 🌍")
+    prompt = gpt2().encoding.encode_ordinary("Hello 🌍")
     model = GPT.from_pretrained(directory)
     tokens = model.generate(torch.tensor([prompt]), 12, temperature=0)[0].tolist()
-    assert out == get_tokenizer().decode(tokens) + "\n"
+    assert out == gpt2().encoding.decode(tokens) + "\n"
 
 
 def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(
@@ -226,10 +227,16 @@ def test_samples_are_drawn_together_and_leave_the_model_and_the_random_state_alo
     assert tiny.training and torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_sample_ends_at_the_first_stop_and_does_not_show_it(tiny):
-    tokens = tiny.eval().generate(torch.tensor([[EOT]]), 6, temperature=0)[0].tolist()
-    (text,) = sample.complete(tiny, "", 1, 6, temperature=0, stop=tokens[3])
-    assert text == get_tokenizer().decode(tokens[1 : tokens.index(tokens[3], 1)])
+def test_a_sample_has_the_models_own_vocabulary_and_ends_at_its_end_of_text():
+    vocabulary = train_vocabulary(["héllo " * 9], 270)
+    model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, vocab_size=270))
+    model.tokenizer = vocabulary
+    made = [*vocabulary.encode(" é!"), vocabulary.eot, vocabulary.eot]
+    choose = iter(torch.tensor([[token] for token in [*made, 0]]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "choose", lambda *_, **__: next(choose))
+        assert sample.complete(model, "", 1, 9) == [" é!"]
+        assert next(choose) == vocabulary.eot, "nothing is made behind the first one"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +260,7 @@ def test_a_mistake_is_a_sentence(monkeypatch, capsys, directory, args, stdin, se
 def test_a_vocabulary_that_is_not_gpt2s_is_refused(monkeypatch, capsys, tmp_path):
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=8, vocab_size=65))
     model.save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="has 65 tokens in its vocabulary"):
+    with pytest.raises(UserError, match="has 65 tokens, its tokenizer 50257"):
         run(monkeypatch, capsys, "--model", tmp_path)
 
 

@@ -1,31 +1,42 @@
 import hashlib
+import json
+import os
+import random
 import re
 import subprocess
 import sys
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SHARED_DATA
+import tokenizers
+from conftest import EOT, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiktoken._educational import bpe_encode
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from support import text as texts
 from support import tokenizer
 from support.common import UserError
-from support.tokenizer import EOT, TOKENIZER_JSON, encode, get_tokenizer, replace_surrogates
+from support.tokenizer import (
+    Tokenizer,
+    gpt2,
+    read_tokenizer,
+    replace_surrogates,
+    tokenizer_in,
+    train_vocabulary,
+)
+
+SHAKESPEARE = texts.TINYSHAKESPEARE.read_text()
+SMALL = train_vocabulary([SHAKESPEARE[:200_000]], 600)
+BOTH = pytest.mark.parametrize("vocabulary", [gpt2(), SMALL], ids=["gpt2", "own"])
+encode = gpt2().encode
 
 
 def test_a_known_sentence_has_gpt2s_tokens():
-    tokens = get_tokenizer().encode_ordinary("Hello, I'm a language model,")
-    assert tokens == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
-    assert get_tokenizer().n_vocab == 50257 and get_tokenizer().decode([EOT]) == "<|endoftext|>"
+    assert encode("Hello, I'm a language model,") == [15496, 11, 314, 1101, 257, 3303, 2746, 11]
+    assert gpt2().vocab_size == 50257 and gpt2().encoding.decode([EOT]) == "<|endoftext|>"
     assert EOT not in encode("<|endoftext|>")  # it stays text
-
-
-@pytest.mark.skipif(not SHARED_DATA.exists(), reason="needs ../shared/data")
-def test_tiny_shakespeare_has_338025_tokens():
-    assert len(encode((SHARED_DATA / "tinyshakespeare.txt").read_text())) == 338_025
+    assert len(encode(SHAKESPEARE)) == 338_025
 
 
 # -- text that others wrote
@@ -33,16 +44,21 @@ def test_tiny_shakespeare_has_338025_tokens():
 HARD = st.characters(categories=["Cs", "Zs", "Zl", "Zp", "Cc"])  # lone surrogates, spaces, controls
 
 
+@BOTH
 @given(st.text(st.characters() | HARD))
-def test_any_text_has_the_tokens_of_tiktoken_and_comes_back_from_them(text):
-    assert encode(text) == get_tokenizer().encode_ordinary(text)
-    assert get_tokenizer().decode(encode(text)) == replace_surrogates(text)
+def test_any_text_has_the_tokens_of_tiktoken_and_comes_back_from_them(vocabulary, text):
+    tokens = vocabulary.encode(text)
+    assert tokens == vocabulary.encoding.encode_ordinary(text)
+    back = replace_surrogates(text)
+    assert vocabulary.encoding.decode(tokens) == back and vocabulary.eot not in tokens
+    assert vocabulary.sizes[tokens].sum() == len(back.encode())
+    assert vocabulary.characters[tokens].sum() == len(back)
 
 
 @given(st.text(st.sampled_from(" \n\t\u3000\x1c\x1fxy!"), min_size=5))
 def test_cutting_long_spaces_changes_no_token(text):
     long = "y" * 100_001 + text  # long enough to be looked at
-    expected = get_tokenizer().encode_ordinary(long)
+    expected = gpt2().encoding.encode_ordinary(long)
     of_five = tokenizer.LAST_SPACE.pattern.replace("100000", "5")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "LAST_SPACE", re.compile(of_five))
@@ -52,7 +68,7 @@ def test_cutting_long_spaces_changes_no_token(text):
 @pytest.mark.parametrize("space", [" ", "\n", "\u3000", " \n"])
 def test_a_million_spaces_before_a_word_do_not_stop_tiktoken(space):
     text = f"before{space * 1_200_000}after"
-    assert get_tokenizer().decode(encode(text)) == text
+    assert gpt2().encoding.decode(encode(text)) == text
 
 
 def test_a_lone_surrogate_becomes_the_replacement_character_and_a_pair_its_character():
@@ -60,46 +76,143 @@ def test_a_lone_surrogate_becomes_the_replacement_character_and_a_pair_its_chara
     assert replace_surrogates(text) == "\ufefflone \ufffd high, low \ufffd, a pair 😀"
 
 
-def test_another_vocabulary_is_named():
-    tokenizer.check_vocabulary("ours", 50257)
-    with pytest.raises(UserError, match=r"theirs has 300 tokens .* 50257"):
-        tokenizer.check_vocabulary("theirs", 300)
+# -- tokenizer.json
 
 
-# -- assets/tokenizer.json
+@pytest.fixture(scope="module")
+def theirs() -> dict:
+    """What Hugging Face's library makes of each vocabulary's tokenizer.json."""
+    return {v: tokenizers.Tokenizer.from_str(v.json) for v in (gpt2(), SMALL)}
 
 
-HF = Tokenizer.from_file(str(TOKENIZER_JSON))
-
-
+@BOTH
 @settings(max_examples=300)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_hugging_face_gives_the_same_ids(text):
-    assert HF.encode(text).ids == encode(text)
+def test_hugging_face_gives_the_same_ids(vocabulary, theirs, text):
+    assert theirs[vocabulary].encode(text).ids == vocabulary.encode(text)
 
 
-def test_tokenizer_json_is_made_of_the_rank_table():
-    files = (tokenizer.RANKS_FILE, TOKENIZER_JSON)
+@BOTH
+def test_hugging_face_gives_megabytes_of_text_the_same_ids(vocabulary, theirs):
+    draw = random.Random(0)
+    words = [
+        "日本語の文章",
+        "これは。",
+        "😀🎉",
+        "   ",
+        "\n\n\n",
+        "Ελληνικά",
+        "don't",
+        "x" * 99,
+        "１２",
+    ]
+    text = SHAKESPEARE + " ".join(draw.choices([*words, *SHAKESPEARE.split()], k=100_000))
+    assert theirs[vocabulary].encode(text).ids == vocabulary.encode(text)
+
+
+def test_gpt2s_file_is_made_of_the_rank_table_as_any_other_vocabularys_is():
+    files = [
+        ROOT / "assets" / f for f in ("gpt2.tiktoken", "tokenizer.json", "tinyshakespeare.txt")
+    ]
     hashes = [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
     assert hashes == re.findall(r"[0-9a-f]{64}", (ROOT / "assets" / "README.md").read_text())
-    spell = bytes_to_unicode()
-    words: list[str] = []
-    merges: list[tuple[str, str]] = []
-    ranks: dict[bytes, int] = {}
-    for rank in range(EOT):
-        token = get_tokenizer().decode_single_token_bytes(rank)
-        words.append("".join(spell[b] for b in token))
-        if rank >= 256:  # of the lower ranks alone, the encoder makes the two parts of this token
-            a, b = bpe_encode(ranks, token, visualise=None)
-            merges.append((words[a], words[b]))
-        ranks[token] = rank
-    vocab = {word: rank for rank, word in enumerate([*words, "<|endoftext|>"])}
-    rebuilt = Tokenizer(models.BPE(vocab, merges))
-    rebuilt.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    rebuilt.decoder = decoders.ByteLevel()
-    rebuilt.post_processor = processors.ByteLevel(trim_offsets=False)
-    rebuilt.add_special_tokens(["<|endoftext|>"])
-    assert rebuilt.to_str() == TOKENIZER_JSON.read_text(encoding="utf-8")
+    assert Tokenizer(dict(gpt2().ranks)).json == files[1].read_text(encoding="utf-8")
+
+
+# -- a vocabulary of one's own
+
+
+def test_a_vocabulary_is_the_same_with_any_number_of_threads():
+    code = (
+        "from support.text import TINYSHAKESPEARE as path\n"
+        "from support.tokenizer import train_vocabulary\n"
+        "print(train_vocabulary([path.read_text()], 2000).sha256)"
+    )
+    command = [sys.executable, "-c", code]
+    made = {
+        subprocess.check_output(command, cwd=ROOT, env=os.environ | {"RAYON_NUM_THREADS": threads})
+        for threads in ("1", "4")
+    }
+    assert len(made) == 1
+
+
+def test_a_vocabulary_has_all_bytes_its_merges_and_the_end_of_text_as_its_last_token():
+    assert SMALL.vocab_size == 600 and SMALL.eot == 599 and SMALL.encoding.n_vocab == 600
+    assert {bytes([b]) for b in range(256)} == set(list(SMALL.ranks)[:256])
+    assert b" the" in SMALL.ranks
+    few = train_vocabulary(["aaaa aaaa \udc80"], 600)  # a surrogate, and no more pairs
+    assert 257 < few.vocab_size < 270 and few.sha256 != SMALL.sha256
+
+
+@BOTH
+def test_a_tokenizer_json_is_known_by_its_ranks_however_it_is_written(tmp_path, vocabulary):
+    content = json.loads(vocabulary.json)
+    content["post_processor"] = None
+    content["pre_tokenizer"]["trim_offsets"] = True
+    content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    assert tokenizer_in(tmp_path).sha256 == vocabulary.sha256
+    (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
+    (tmp_path / "tokenizer.json").unlink()
+    if vocabulary is gpt2():
+        assert tokenizer_in(tmp_path) is gpt2()
+    else:
+        with pytest.raises(UserError, match=r"vocab\.json is not GPT-2's"):
+            tokenizer_in(tmp_path)
+
+
+def change(*path, to):
+    def apply(content: dict) -> None:
+        for key in path[:-1]:
+            content = content[key]
+        content[path[-1]] = to(content[path[-1]]) if callable(to) else to
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        change("normalizer", to={"type": "NFC"}),
+        change("pre_tokenizer", to=None),
+        change("pre_tokenizer", "add_prefix_space", to=True),
+        change("added_tokens", 0, "content", to="<s>"),
+        change("model", "merges", to=lambda merges: merges[::-1]),
+        change("model", "vocab", to=lambda vocab: {f"▁{word}": n for word, n in vocab.items()}),
+        change("model", "vocab", to=lambda vocab: {**vocab, "<|endoftext|>": 0, "!": 599}),
+        change("model", to={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+        change("model", to={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}),
+    ],
+)
+def test_another_kind_of_tokenizer_is_refused_in_a_sentence(tmp_path, apply):
+    content = json.loads(SMALL.json)
+    apply(content)
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"tokenizer.json is of another kind: .* --vocab-size"):
+        read_tokenizer(path)
+
+
+def test_a_damaged_tokenizer_json_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text(SMALL.json[:-9])
+    with pytest.raises(UserError, match=r"tokenizer.json cannot be read \(JSONDecodeError"):
+        read_tokenizer(tmp_path / "tokenizer.json")
+
+
+def test_a_model_with_another_number_of_tokens_than_its_tokenizer_is_named():
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=600), tokenizer=SMALL)
+    tokenizer.check_vocabulary("ours", model)
+    model.config.vocab_size = 300
+    with pytest.raises(UserError, match=r"theirs has 300 tokens, its tokenizer 600"):
+        tokenizer.check_vocabulary("theirs", model)
+
+
+def test_each_merge_is_of_two_earlier_tokens():
+    for token, rank in SMALL.ranks.items():
+        if len(token) > 1:
+            a, b = tokenizer.parts_of(token, SMALL.ranks)
+            assert a + b == token and max(SMALL.ranks[a], SMALL.ranks[b]) < rank
+    assert all(a < b for a, b in pairwise(SMALL.ranks.values()))
 
 
 def test_importing_the_light_files_imports_no_torch():

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
+    EOT,
     LONGEST,
     command,
     losses,
@@ -59,7 +60,7 @@ from support.memory import (
     runs_out_of_memory,
 )
 from support.resume import args_to_resume, command_line, start_logs
-from support.tokenizer import EOT, encode, get_tokenizer
+from support.tokenizer import gpt2
 from train_gpt2 import build_model, end_diverged, learning_rate, main, report_step, train_step
 
 WORLD = World("cpu")
@@ -82,7 +83,7 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
     shown = call("train_gpt2.py", "--preset", "quickstart", "--help").stdout
     flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
     assert re.findall(r"^│ (--[a-z0-9-]+)", shown, re.MULTILINE) == flags
-    assert "(default: data/stdlib)" in shown
+    assert "(default: data/tinyshakespeare)" in shown
     assert set(PRESETS) <= set(re.findall(r"[\w-]+", shown.partition("╭")[0]))
 
 
@@ -201,7 +202,7 @@ def test_a_batch_that_is_not_needed_yet_may_be_unreadable(tiny):
 
 
 def validate(model: GPT, data_dir: Path, B: int, T: int, val_tokens: int = 10**9) -> tuple:
-    """The loss and the bits per byte."""
+    """The loss, the bits per byte and the nats per character."""
     loader = DataLoaderLite(data_dir, "val", B, T)
     alone = dict(world=WORLD, stop=Stop(WORLD), dtype=torch.float32)
     return evaluate.validate(model=model, loader=loader, val_tokens=val_tokens, **alone)
@@ -213,29 +214,30 @@ def test_validation_is_the_mean_over_a_fixed_number_of_tokens_whatever_the_batch
     with torch.no_grad():
         expected = tiny(x, y)[1].item()
     tiny.train()
-    loss, _ = validate(tiny, shards, B, T=16, val_tokens=20 * 16 + 5)
+    loss, *_ = validate(tiny, shards, B, T=16, val_tokens=20 * 16 + 5)
     assert loss == pytest.approx(expected, rel=1e-5)
     assert tiny.training
 
 
-def test_bits_per_byte_share_the_losses_of_text_among_its_bytes_if_there_is_any(tmp_path, tiny):
+def test_the_losses_of_text_are_shared_among_its_bytes_and_its_characters(tmp_path, tiny):
     text = "def naïve(x):\n        return x  # 你好\n" * 9
-    tokens = [EOT, *encode(text), EOT, *encode("naïve")]
+    tokens = [EOT, *gpt2().encode(text), EOT, *gpt2().encode("naïve")]
     tokens = tokens[: (len(tokens) - 1) // 8 * 8 + 1]
     inputs, targets = (torch.tensor(part).view(-1, 8) for part in (tokens[:-1], tokens[1:]))
     nats = F.cross_entropy(tiny(inputs)[0].flatten(0, 1), targets.flatten(), reduction="none")
     is_text = targets.flatten() != EOT
     assert not is_text.all(), "an end of text is among the targets"
-    sizes = [len(get_tokenizer().decode_single_token_bytes(t)) for t in targets.flatten()[is_text]]
+    written = gpt2().encoding.decode(targets.flatten()[is_text].tolist())
     np.save(tmp_path / "a_val_000000.npy", np.array(tokens, np.uint16))
     for B in (1, 2, 50):
-        loss, bits = validate(tiny, tmp_path, B, T=8)
+        loss, bits, per_character = validate(tiny, tmp_path, B, T=8)
         assert loss == pytest.approx(nats.mean().item(), rel=1e-6), "all targets, as ever"
-        expected = nats[is_text].sum().item() / math.log(2) / sum(sizes)
-        assert bits == pytest.approx(expected, rel=1e-6)
+        nats_of_text = nats[is_text].sum().item()
+        assert bits == pytest.approx(nats_of_text / math.log(2) / len(written.encode()), rel=1e-6)
+        assert per_character == pytest.approx(nats_of_text / len(written), rel=1e-6)
     np.save(tmp_path / "a_val_000000.npy", np.full(33, EOT, np.uint16))
-    loss, bits = validate(tiny, tmp_path, B=2, T=8)
-    assert loss > 0 and bits is None
+    loss, bits, per_character = validate(tiny, tmp_path, B=2, T=8)
+    assert loss > 0 and bits is None and per_character is None
 
 
 # -- runs
@@ -1009,7 +1011,7 @@ def test_a_time_is_that_of_an_update_and_pictures_are_few(corpus, tmp_path, monk
 
     monkeypatch.setattr(time, "perf_counter", lambda: sum(clock))
     monkeypatch.setattr(plots, "plot_run", draw)
-    monkeypatch.setattr(evaluate, "validate", takes(50, lambda **_: (3.0, None)))
+    monkeypatch.setattr(evaluate, "validate", takes(50, lambda **_: (3.0, None, None)))
     monkeypatch.setattr(checkpoint, "write", takes(1000, checkpoint.write))
     monkeypatch.setattr(Stop, "ask", takes(4, Stop.ask))
     monkeypatch.setattr(Log, "record", takes(1, Log.record))
@@ -1024,7 +1026,7 @@ def test_a_time_is_that_of_an_update_and_pictures_are_few(corpus, tmp_path, monk
 def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_path, monkeypatch):
     log_dir = tmp_path / "log"
     args = tiny_run(corpus, log_dir, "--val-every 6 --val-tokens 160 --resume auto")
-    answers = [(10.0, 2.0), Interrupted, (9.0, None)]
+    answers = [(10.0, 2.0, 1.0), Interrupted, (9.0, None, None)]
     monkeypatch.setattr(evaluate, "validate", Mock(side_effect=answers))
     for words in ("interrupted: ", "done: "):
         assert words in call("train_gpt2.py", *args).stdout

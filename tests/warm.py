@@ -33,9 +33,9 @@ def serve() -> None:
     """Reads jobs from stdin, one per line. Prints the process's number, later its exit code."""
     for name in ("torch._inductor.compile_fx", "transformers", "hellaswag", "train_gpt2"):
         importlib.import_module(name)
-    from support.tokenizer import get_tokenizer
+    from support.tokenizer import gpt2
 
-    get_tokenizer()
+    _ = gpt2().encoding
     for line in sys.stdin:
         job = json.loads(line)
         ranks: list[int] = []

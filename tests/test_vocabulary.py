@@ -1,0 +1,323 @@
+"""A vocabulary of one's own: from text to shards, into a model, to everyone else's tools."""
+
+import ast
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import TINY, HerePool, run_program, warm_train
+from contract import call
+
+import fineweb
+from config import parse_command_line
+from fineweb import Config, make_shards
+from hellaswag import render_example
+from model import GPT
+from support import text
+from support.common import UserError
+from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data
+
+GREEK = "".join(f"Το πλοίο αριθμός {n} έφυγε από το λιμάνι το πρωί με άνεμο.\n" for n in range(900))
+JAPANESE = "".join(
+    f"{'猫犬鳥魚馬'[n % 5]}は{'東西南北'[n % 4]}の{'山川海'[n % 3]}で{'眠歌走'[n % 7 % 3]}る。\n"
+    for n in range(1500)
+)
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch):
+    monkeypatch.setattr(fineweb, "start_pool", HerePool)
+
+
+def make(folder: Path, *sources, **options) -> str:
+    config = Config(source=tuple(map(str, sources)), data_dir=str(folder), name="x", workers=1)
+    return make_shards(replace(config, **options), folder)
+
+
+def shards_of(folder: Path) -> list[np.ndarray]:
+    return [np.load(path) for path in sorted(folder.glob("*.npy"), key=lambda p: p.name[-10:])]
+
+
+def text_of(folder: Path, shard: int) -> str:
+    return tokenizer_of_data(folder).encoding.decode(shards_of(folder)[shard].tolist())
+
+
+@pytest.fixture
+def documents(tmp_path) -> Path:
+    lines = [
+        json.dumps({"text": f"Document {n}: {'the same words again ' * 9}"}) for n in range(300)
+    ]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    return tmp_path / "a.jsonl"
+
+
+# -- the split
+
+
+def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(tmp_path):
+    planted = "zyxomma "
+    lines = [planted * 40 if n < 25 else f"line {n} of a long text\n" for n in range(2000)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    for name, options in (
+        ("300", dict(vocab_size=300)),
+        ("900", dict(vocab_size=900)),
+        ("gpt2", dict(tokenizer="gpt2")),
+    ):
+        said = make(tmp_path / name, tmp_path / "a.txt", **options)
+        assert "bytes per token" in said and "name its file first in --source" in said
+    held_out, *others = (text_of(tmp_path / name, 0) for name in ("300", "900", "gpt2"))
+    assert held_out.startswith(f"<|endoftext|>{planted}") and others == [held_out] * 2
+    rest = text_of(tmp_path / "300", 1)
+    assert held_out + rest.removeprefix("<|endoftext|>") == f"<|endoftext|>{''.join(lines)}"
+    assert rest.startswith("<|endoftext|>") and held_out.endswith("\n") == rest.endswith("\n")
+    assert planted.strip() not in rest, "it is in the first 5% only"
+    assert not any(b"zyx" in token for token in tokenizer_of_data(tmp_path / "900").ranks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([100] * 100, (0, 5, 0)),  # documents as a whole
+        ([100] * 109, (0, 6, 0)),
+        ([9000, 1000], (0, 0, 500)),  # the first is too much: it is cut at the end of a line
+        ([60] * 3 + [9000], (0, 3, 280)),
+        ([10], (0, 0, 1)),
+    ],
+)
+def test_the_split_is_at_a_document_or_at_the_end_of_a_line(sizes, expected):
+    texts = [("".join("123456789\n" for _ in range(size // 10)), True) for size in sizes]
+    texts = [("0123456789", True)] if sizes == [10] else texts
+    assert text.find_split([text.File("a", lambda: iter(texts))], 1e9) == list(expected)
+
+
+def test_at_most_ten_megabytes_are_held_out_whatever_comes_later(monkeypatch):
+    monkeypatch.setattr(text, "MOST_HELD_OUT", 1000)
+    asked = []
+
+    def read():
+        for number in range(10**6):
+            asked.append(number)
+            yield "x" * 100, True
+
+    assert text.find_split([text.File("a", read)], 1e9) == [0, 10, 0]
+    assert len(asked) == 200 and text.find_split([text.File("a", read)], 4000) == [0, 2, 0]
+
+
+def test_tiny_shakespeare_has_nanogpts_split(tmp_path):
+    make(tmp_path / "own", "tinyshakespeare", vocab_size=300)
+    make(tmp_path / "gpt2", "tinyshakespeare")
+    whole = text.TINYSHAKESPEARE.read_text()
+    for name in ("own", "gpt2"):
+        assert text_of(tmp_path / name, 0) == "<|endoftext|>" + whole[1_003_854:]
+        assert text_of(tmp_path / name, 1) == "<|endoftext|>" + whole[:1_003_854]
+
+
+def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(text, "DISTINCT_WORDS", 500)
+    (tmp_path / "a.txt").write_text(JAPANESE)
+    monkeypatch.setattr(text, "STRETCH", 4000)
+    make(tmp_path / "own", tmp_path / "a.txt", vocab_size=300)
+    assert "vocabulary: trained on the first 0 MB, because their words" in capsys.readouterr().err
+
+
+# -- the folder
+
+
+def test_a_vocabulary_is_made_once_and_a_folder_with_another_one_is_refused(documents, tmp_path):
+    folder = tmp_path / "own"
+    said = make(folder, documents, vocab_size=5000)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    came = tokenizer_of_data(folder)
+    assert manifest["options"]["vocab_size"] == 5000 > came.vocab_size
+    assert manifest["tokenizer"] == dict(vocab_size=came.vocab_size, sha256=came.sha256)
+    assert f"vocabulary: {came.vocab_size} tokens (SHA-256 {came.sha256[:8]}…)" in said
+    assert "nothing to do" in make(folder, documents, vocab_size=5000)
+    for options, words in (
+        (dict(vocab_size=600), "--vocab-size was 5000, not 600"),
+        (dict(), "--vocab-size was 5000, not 0"),
+        (dict(tokenizer="gpt2"), "--vocab-size was 5000, not 0; --tokenizer was , not "),
+    ):
+        with pytest.raises(UserError, match=words):
+            make(folder, documents, **options)
+    make(tmp_path / "gpt2", documents)
+    with pytest.raises(UserError, match="--vocab-size was 0, not 600"):
+        make(tmp_path / "gpt2", documents, vocab_size=600)
+    make(tmp_path / "copy", documents, tokenizer=str(folder))
+    assert (tmp_path / "copy" / "tokenizer.json").read_text() == came.json
+    assert [*map(list, shards_of(tmp_path / "copy"))] == [*map(list, shards_of(folder))]
+    make(folder, documents, overwrite=True)
+    assert not (folder / "tokenizer.json").exists() and tokenizer_of_data(folder) is gpt2()
+
+
+def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_path):
+    folder = tmp_path / "own"
+    make(folder, documents, vocab_size=300)
+    make(tmp_path / "other", documents, vocab_size=290)
+    for swap in (Path.unlink, lambda path: shutil.copy(tmp_path / "other" / path.name, path)):
+        swap(folder / "tokenizer.json")
+        with pytest.raises(UserError, match="is missing or not the one that made the shards"):
+            tokenizer_of_data(folder)
+        with pytest.raises(UserError, match="is missing or not the one that made the shards"):
+            fineweb.verify_shards(folder)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--vocab-size", 256], "257 at least, for all bytes"),
+        (["--vocab-size", 65537], "at most 65,536"),
+        (["--vocab-size", 300, "--tokenizer", "gpt2"], "no --tokenizer beside it"),
+        (["--vocab-size", 300, "--val-tokens", 9], "--val-tokens: leave it out"),
+        (["--tokenizer", "gpt2", "--val-tokens", 9], "--val-tokens: leave it out"),
+        (["--source", "tinyshakespeare", "--val-tokens", 9], "--val-tokens: leave it out"),
+    ],
+)
+def test_flags_that_contradict_each_other_are_refused(flags, words):
+    done = call("fineweb.py", *flags)
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_nanogpts_characters_are_refused_with_the_command_that_makes_tokens(tmp_path):
+    for split in ("train", "val"):
+        (tmp_path / f"{split}.bin").write_bytes(bytes(200))
+    (tmp_path / "meta.pkl").write_bytes(b"not a pickle")
+    done = call("train_gpt2.py", "--data-dir", tmp_path, *TINY)
+    command = (
+        f"python fineweb.py --source {tmp_path}/input.txt --vocab-size 1024 --data-dir data/mine"
+    )
+    assert done.returncode == 1 and command in done.stderr
+
+
+# -- in a model
+
+OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
+EVERY_THREE = [
+    "--checkpoint-every",
+    "3",
+    "--val-every",
+    "3",
+    "--val-tokens",
+    "100000",
+    "--sample-every",
+    "6",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """A folder with data of two vocabularies, `own` and `gpt2`, and a run on the first, `log`."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "a.txt").write_text(GREEK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fineweb, "start_pool", HerePool)
+        make(folder / "own", folder / "a.txt", vocab_size=300)
+        make(folder / "gpt2", folder / "a.txt", tokenizer="gpt2")
+    done = warm_train(folder / "own", folder / "log", *EVERY_THREE)
+    assert done.returncode == 0, done.stderr
+    assert "vocabulary: 300 tokens (SHA-256 " in done.stdout
+    assert "nats per character" in done.stdout and "rank 0 sample 0: Hello" in done.stdout
+    return folder
+
+
+def test_a_checkpoint_carries_the_vocabulary_to_our_tools_and_to_everyone_elses(trained):
+    checkpoint = trained / "log" / "ckpt_000006"
+    model = GPT.from_pretrained(checkpoint)
+    own = tokenizer_of_data(trained / "own")
+    assert model.tokenizer.sha256 == own.sha256 and model.config.vocab_size == 300
+    assert not model.fingerprint.difference, "it is still a GPT-2"
+    theirs = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert theirs.eos_token_id == own.eot == 299
+    for sentence in (GREEK[:500], JAPANESE[:500], " 's\n\n  x😀", "don't  stop", "naïve\t\u3000"):
+        assert theirs(sentence)["input_ids"] == own.encode(sentence)
+        assert theirs.decode(own.encode(sentence)) == sentence
+    code = f"""from transformers import pipeline
+generate = pipeline("text-generation", model={str(checkpoint)!r})
+print(generate("Το πλοίο", do_sample=False, max_new_tokens=5))"""
+    done = run_program([sys.executable, "-c", code], **OFFLINE)
+    assert done.returncode == 0, done.stderr
+    idx = torch.tensor([own.encode("Το πλοίο")])
+    tokens = model.generate(idx, 5, temperature=0, stop=own.eot)[0].tolist()
+    expected = own.encoding.decode(tokens).split("<|endoftext|>")[0]
+    assert ast.literal_eval(done.stdout) == [{"generated_text": expected}]
+    done = call("sample.py", "--model", checkpoint, "--prompt", "Το", "--temperature", 0)
+    assert done.returncode == 0 and done.stdout.startswith("Το"), done
+    example = dict(ctx="Το πλοίο", endings=[" έφυγε", " ήρθε", " x", " y"], label=0)
+    tokens, mask, _ = render_example(example, model.tokenizer)
+    row = tokens[0][: len(own.encode("Το πλοίο")) + int(mask[0].sum())].tolist()
+    assert row == own.encode("Το πλοίο") + own.encode("  έφυγε")
+
+
+def test_data_and_weights_of_two_vocabularies_are_refused(trained, tmp_path):
+    checkpoint = trained / "log" / "ckpt_000006"
+    flags = ["--init-from", str(checkpoint)]
+    done = warm_train(trained / "gpt2", tmp_path / "log", *flags)
+    own = tokenizer_of_data(trained / "own")
+    assert (
+        f"{checkpoint} has a vocabulary of {own}, {trained}/gpt2 one of 50,257 tokens (GPT-2's): "
+        f"make data with the model's, by fineweb.py --tokenizer {checkpoint}, or train a new model"
+    ) in done.stderr
+    done = warm_train(trained / "own", tmp_path / "log", *flags)
+    assert done.returncode == 0, "the same vocabulary"
+
+
+def test_a_preset_says_which_vocabulary_its_sizes_fit(trained, tmp_path):
+    flags = ["--preset", "quickstart", *TINY]
+    done = call("train_gpt2.py", *flags, "--data-dir", trained / "own", "--log-dir", tmp_path / "a")
+    assert "; --preset quickstart is tuned for 1,024: fineweb.py --vocab-size 1024" in done.stdout
+    done = call("train_gpt2.py", *flags, "--data-dir", "data/nothing", "--log-dir", tmp_path / "b")
+    assert "python fineweb.py --vocab-size 1024 --data-dir data/nothing" in done.stderr
+
+
+def test_another_models_file_is_read_and_its_absence_means_gpt2s(trained, tmp_path):
+    checkpoint = shutil.copytree(trained / "log" / "ckpt_000006", tmp_path / "model")
+    (checkpoint / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match="has 300 tokens, its tokenizer 50257"):
+        sample = call("sample.py", "--model", checkpoint)
+        raise UserError(sample.stderr)
+    assert GPT.from_pretrained(checkpoint).tokenizer is gpt2()
+    transformers.AutoTokenizer.from_pretrained(trained / "log" / "ckpt_000006").save_pretrained(
+        tmp_path / "theirs"
+    )
+    saved = read_tokenizer(tmp_path / "theirs" / "tokenizer.json")
+    assert saved.sha256 == tokenizer_of_data(trained / "own").sha256
+
+
+# -- a language of its own
+
+
+@pytest.mark.parametrize("language", [GREEK, JAPANESE], ids=["greek", "japanese"])
+def test_a_small_vocabulary_of_its_own_is_better_at_a_language_than_gpt2s(language, tmp_path):
+    (tmp_path / "a.txt").write_text(language)
+    bits = []
+    for name, options in (("own", dict(vocab_size=300)), ("gpt2", dict(tokenizer="gpt2"))):
+        make(tmp_path / name, tmp_path / "a.txt", **options)
+        flags = ["--max-steps", "60", "--val-every", "60", "--val-tokens", "100000"]
+        assert warm_train(tmp_path / name, tmp_path / f"log_{name}", *flags).returncode == 0
+        records = (tmp_path / f"log_{name}" / "metrics.jsonl").read_text().splitlines()
+        vals = [record for record in map(json.loads, records) if record["type"] == "val"]
+        bits.append(vals[-1]["bits_per_byte"])
+    own, theirs = (text_of(tmp_path / name, 0) for name in ("own", "gpt2"))
+    lengths = [len(shards_of(tmp_path / name)[0]) for name in ("own", "gpt2")]
+    assert own == theirs and lengths[1] >= 1.8 * lengths[0]
+    assert bits[0] < bits[1]
+
+
+def test_plan_takes_the_vocabulary_of_the_data_or_of_a_flag(trained):
+    flags = ["--preset", "gpt2", "--n-layer", "1", "--data-dir"]
+    sizes = []
+    for more in (["nowhere"], [trained / "own"], ["nowhere", "--vocab-size", 1000]):
+        done = call("plan.py", *flags, *more)
+        line = next(line for line in done.stdout.splitlines() if line.startswith("parameters"))
+        sizes.append(int(line.split()[1].replace(",", "")))
+    assert sizes[0] - sizes[1] == (50257 - 300) * 768 and sizes[2] - sizes[1] == 700 * 768
+
+
+def test_the_command_line_of_training_has_no_flag_for_the_vocabulary():
+    with pytest.raises(SystemExit):
+        parse_command_line(["--vocab-size", "300"])
