@@ -119,27 +119,27 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
     "quickstart": dict(
         data_dir="data/tinyshakespeare",
         log_dir="log/quickstart",
-        n_layer=4,
+        n_layer=2,
         n_head=4,
         n_embd=256,
         sequence_length=128,
         batch_size=16,
         total_batch_size=2048,
-        max_steps=720,
+        max_steps=1200,
         warmup_steps=40,
         learning_rate=8e-3,
         min_lr_frac=0.0,
         decay="linear",  # to zero: Bergsma et al. 2025
-        weight_decay=0.3,  # the text is read three times
+        weight_decay=0.3,  # the text is read six times
         optimizer="muon",
-        val_every=90,
+        val_every=150,
         val_tokens=49408,  # all of the text that is held out
         hellaswag_every=0,  # it needs a network, and a model of plays only guesses
-        sample_every=360,
+        sample_every=600,
         sample_prompt="ROMEO:",
         sample_tokens=128,
         num_samples=2,
-        checkpoint_every=720,
+        checkpoint_every=1200,
     ),
     # one to two hours on two CPU cores, on the source of the packages that are installed
     "laptop": dict(

@@ -1,7 +1,7 @@
 """Generations from a checkpoint or a pretrained GPT-2.
 
-python sample.py --model log/quickstart/ckpt_000720 --prompt "ROMEO:"
-python sample.py --model log/quickstart/ckpt_000720    in a terminal: reads prompts until Ctrl-D
+python sample.py --model log/quickstart/ckpt_001200 --prompt "ROMEO:"
+python sample.py --model log/quickstart/ckpt_001200    in a terminal: reads prompts until Ctrl-D
 """
 
 import codecs

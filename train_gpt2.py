@@ -1,4 +1,4 @@
-"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 3.5M on a laptop:
+"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 1.9M on a laptop:
 
 torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart

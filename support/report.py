@@ -119,7 +119,7 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         rows["training loss"] = f"{loss:.4f}, mean of the last {len(losses)}"
         if vals := of_type(records, "val"):
             gap = vals[-1]["val_loss"] - loss
-            rows["validation loss minus training loss"] = f"{gap:+.4f}: what is learned by heart"
+            rows["validation minus training"] = f"{gap:+.4f}: grows with what is learned by heart"
         if last.get("best"):
             rows["best checkpoint"] = describe_best(last["best"])
     for record in records:  # the last evaluation of each kind
