@@ -244,6 +244,8 @@ def find_split(files: list[File], most: float) -> list[int]:
         size += num_bytes(text)
         if size >= min(most, 20 * MOST_HELD_OUT):
             break
+    if not size:
+        raise UserError("there is no text: nothing is left to train on")
     wanted = max(1, size // 20)
     for before, i, j, starts in places:
         if starts and wanted <= before <= 2 * wanted:

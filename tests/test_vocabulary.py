@@ -96,6 +96,12 @@ def test_the_split_is_at_a_document_or_at_the_end_of_a_line(sizes, expected):
     assert text.find_split([text.File("a", lambda: iter(texts))], 1e9) == list(expected)
 
 
+def test_a_source_without_text_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text("")
+    with pytest.raises(UserError, match="there is no text"):
+        make(tmp_path / "own", tmp_path / "a.jsonl", vocab_size=300)
+
+
 def test_at_most_ten_megabytes_are_held_out_whatever_comes_later(monkeypatch):
     monkeypatch.setattr(text, "MOST_HELD_OUT", 1000)
     asked = []
