@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,12 @@ def read_arms(config: CompareConfig) -> list[Arm]:
 def refuse_other_text(text: str, arm: Arm, base: Arm) -> None:
     """Raises UserError unless both validate on all of the same text, whatever its tokens."""
     arms = (arm, base)
-    hashes, lengths = zip(*(held_out_text(Path(a.data_dir)) for a in arms), strict=True)
-    sequences = [(n - 1) // a.recipe["sequence_length"] for a, n in zip(arms, lengths, strict=True)]
-    used = [a.recipe["val_tokens"] // a.recipe["sequence_length"] for a in arms]
-    if hashes[0] != hashes[1] or any(map(int.__lt__, used, sequences)):
+    hashes, lengths = zip(*(held_out_text(a.data_dir) for a in arms), strict=True)
+    is_part = False  # of the sequences of a split
+    for a, length in zip(arms, lengths, strict=True):
+        T = a.recipe["sequence_length"]
+        is_part |= a.recipe["val_tokens"] // T < (length - 1) // T
+    if hashes[0] != hashes[1] or is_part:
         raise UserError(
             f"--arm {text!r}: arms with other data or val_tokens must hold out the same text, as "
             "fineweb.py --vocab-size and --tokenizer do, and validate on all of it: "
@@ -104,14 +107,14 @@ def refuse_other_text(text: str, arm: Arm, base: Arm) -> None:
         )
 
 
-def held_out_text(data_dir: Path) -> tuple[str, int]:
+@cache  # the base's is asked for with each arm
+def held_out_text(data_dir: str) -> tuple[str, int]:
     """The SHA-256 of the text for validation, and its number of tokens."""
     decode = tokenizer_of_data(data_dir).encoding.decode_bytes
     sha256 = hashlib.sha256()
-    shards = find_shards(data_dir, "val")
+    shards = find_shards(Path(data_dir), "val")
     for shard in shards:
-        for start in range(0, shard.num_tokens, 2**20):
-            tokens = shard.read(start, min(2**20, shard.num_tokens - start))
+        for tokens in shard.read_all():
             sha256.update(decode(tokens.tolist()))
     return sha256.hexdigest(), sum(shard.num_tokens for shard in shards)
 

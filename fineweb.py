@@ -42,8 +42,8 @@ from support.common import (
     writing,
 )
 from support.decontaminate import Benchmark, cut_out
-from support.shards import write_shard
-from support.text import (  # before there is a vocabulary
+from support.shards import Shard, write_shard
+from support.text import (
     File,
     Place,
     Text,
@@ -325,8 +325,9 @@ def make_shards(config: Config, folder: Path) -> str:
     except BrokenProcessPool:
         raise UserError("a worker was killed: to go on, try fewer --workers") from None
     counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
-    tokens = np.load(folder / manifest["shards"][0]["name"], mmap_mode="r")
-    size = tokenizer.sizes[tokens].mean()
+    first = Shard(folder / manifest["shards"][0]["name"])
+    num_bytes = sum(tokenizer.sizes[tokens].sum() for tokens in first.read_all())
+    size = num_bytes / first.num_tokens
     return (
         f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})\n"
         f"vocabulary: {tokenizer}, {size:.2f} bytes per token of the text for validation\n"

@@ -154,7 +154,7 @@ def download_pretrained(name: str) -> Path:
         raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
         directory = snapshot_download(
-            name, allow_patterns=["config.json", FILE, "model.safetensors"]
+            name, allow_patterns=["config.json", FILE, "vocab.json", "model.safetensors"]
         )
         if not Path(directory, "model.safetensors").exists():  # an older repository
             snapshot_download(name, allow_patterns=["pytorch_model.bin"])

@@ -5,7 +5,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tok
 GPT2_MAGIC = 20240520
 BLOCKS = 8  # of a shard, by which `identify` knows it
 BLOCK = 4096  # tokens in each
+PIECE = 2**20  # tokens that are read at once
 
 
 class OpenFile(io.FileIO):
@@ -70,6 +71,11 @@ class Shard:
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error}): put the file back") from error
         return np.frombuffer(tokens, "<u2")
+
+    def read_all(self) -> Iterator[np.ndarray]:
+        """Yields all tokens, a piece at a time: memory stays flat."""
+        for start in range(0, self.num_tokens, PIECE):
+            yield self.read(start, min(PIECE, self.num_tokens - start))
 
 
 def find_tokens(path: Path) -> tuple[int, int]:

@@ -164,7 +164,6 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     from tokenizers import Tokenizer as Trained
     from tokenizers import models, pre_tokenizers, trainers
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # else it warns when workers fork
     trained = Trained(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
@@ -174,12 +173,14 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         show_progress=False,
     )
     trained.train_from_iterator(map(replace_surrogates, texts), trainer)
+    # Its threads do not survive a fork: later ones do without, and are not warned of it.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return Tokenizer(ranks_of(trained.get_vocab()))
 
 
 def ranks_of(vocabulary: dict[str, int]) -> dict[bytes, int]:
     """Hugging Face's {word: number} as ranks. Raises KeyError for words that are no bytes."""
-    words = sorted(vocabulary, key=vocabulary.__getitem__)
+    words = sorted(vocabulary.keys() - {END}, key=vocabulary.__getitem__)
     return {bytes(BYTES[c] for c in word): rank for rank, word in enumerate(words)}
 
 
@@ -191,24 +192,32 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
 
     Raises UserError if it gives texts other tokens than its ranks do.
     """
-    path = Path(name)
-    path = path / FILE if path.is_dir() else path
     if str(name) == "gpt2":
         return gpt2()
+    path = Path(name)
+    path = path / FILE if path.is_dir() else path
     with reading(path):
         content = path.read_text("utf-8")
-        parts = json.loads(content)
-    if content == gpt2().json:
-        return gpt2()
-    with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
-        ranks = ranks_of({w: n for w, n in parts["model"]["vocab"].items() if w != END})
-        tokenizer = gpt2() if ranks == gpt2().ranks else Tokenizer(ranks)
-        if what_decides(content) == what_decides(tokenizer.json):
-            return tokenizer
+        json.loads(content)
+    if tokenizer := parse(content):
+        return tokenizer
     raise UserError(
         f"{path} is of another kind: byte-level BPE as GPT-2's, with {END} as its last token, can "
         "be read; fineweb.py --vocab-size trains one"
     )
+
+
+@lru_cache(maxsize=4)  # data, loaders and a checkpoint have the same; 65,536 merges take seconds
+def parse(content: str) -> Tokenizer | None:
+    """The tokenizer of a tokenizer.json; None if its ranks are not all that decides."""
+    if content == gpt2().json:
+        return gpt2()
+    with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
+        ranks = ranks_of(json.loads(content)["model"]["vocab"])
+        tokenizer = gpt2() if ranks == gpt2().ranks else Tokenizer(ranks)
+        if what_decides(content) == what_decides(tokenizer.json):
+            return tokenizer
+    return None
 
 
 def what_decides(content: str) -> list:
@@ -224,11 +233,13 @@ def what_decides(content: str) -> list:
 
 def tokenizer_in(directory: str | Path) -> Tokenizer:
     """A model's own, from its tokenizer.json. A directory without one is GPT-2's."""
-    old = Path(directory) / "vocab.json"  # what older models have instead
     if (Path(directory) / FILE).exists():
         return read_tokenizer(directory)
-    if old.exists() and json.loads(old.read_bytes()) != json.loads(gpt2().json)["model"]["vocab"]:
-        raise UserError(f"{old} is not GPT-2's: have transformers save {FILE} beside it")
+    old = Path(directory) / "vocab.json"  # what older models have instead
+    if old.exists():
+        with reading(old):
+            if ranks_of(json.loads(old.read_bytes())) != gpt2().ranks:
+                raise UserError(f"{old} is not GPT-2's: have transformers save {FILE} beside it")
     return gpt2()
 
 

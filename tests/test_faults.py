@@ -449,7 +449,6 @@ def test_shards_killed_at_any_write_are_those_of_a_run_left_alone(
     """A shard for validation, then training's; the vocabulary; the manifest between them."""
     monkeypatch.setattr(fineweb, "start_pool", HerePool)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     draw = random.Random(0)
     source = tmp_path / "a.jsonl"
     with open(source, "w") as f:

@@ -129,8 +129,9 @@ def test_a_vocabulary_is_the_same_with_any_number_of_threads():
         "print(train_vocabulary([path.read_text()], 2000).sha256)"
     )
     command = [sys.executable, "-c", code]
+    env = os.environ | {"TOKENIZERS_PARALLELISM": "true"}
     made = {
-        subprocess.check_output(command, cwd=ROOT, env=os.environ | {"RAYON_NUM_THREADS": threads})
+        subprocess.check_output(command, cwd=ROOT, env=env | {"RAYON_NUM_THREADS": threads})
         for threads in ("1", "4")
     }
     assert len(made) == 1
