@@ -8,7 +8,6 @@ import json
 import os
 import random
 import shlex
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,12 +38,13 @@ class BenchConfig:
     Without a flag: the ladder, one technique after the other added to a plain step.
     """
 
-    against: Literal["", "hf"] = ""  # hf: compare with transformers' GPT-2, eager and compiled
+    # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with that of --peer
+    against: Literal["", "hf", "nanogpt"] = ""
+    peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
     sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
     scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (on a CPU they share it)
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
-    data: bool = False  # turn text into shards, beside build-nanogpt's loop
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
@@ -146,13 +146,16 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
     return m.measure(rungs, chain=True)
 
 
-def compare_transformers(m: Machine) -> Iterator[dict]:
-    """transformers' GPT-2 with the same AdamW and precision, and the step of training."""
-    theirs: dict = dict(hf=True, keep_memory=False)
-    compared = [m.step("transformers, eager", **theirs, compile=False)]
+def compare_peer(m: Machine) -> Iterator[dict]:
+    """Another's model, compiled, with our AdamW and precision, and the step of training."""
+    name, theirs = "transformers", "hf"
+    if m.config.against == "nanogpt":
+        name, theirs = "nanoGPT", str(peers.find_nanogpt(m.config.peer))
+    options: dict = dict(theirs=theirs, keep_memory=False)
+    compared = [m.step("this repository"), m.step(f"{name}, eager", **options, compile=False)]
     if m.compile:
-        compared.append(m.step("transformers, compiled", **theirs))
-    return m.measure([*compared, m.step("this repository")])
+        compared.insert(0, m.step(f"{name}, compiled", **options))
+    return m.measure(compared)
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
@@ -194,26 +197,13 @@ def compare_scoring(m: Machine) -> Iterator[dict]:
         yield row | dict(options=None)  # the examples would fill the record
 
 
-def compare_tokenizing(m: Machine) -> Iterator[dict]:
-    """Text to tokens by build-nanogpt's pool, and to shards by fineweb.py."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = f"{folder}/text.jsonl"
-        amount = peers.write_documents(path, megabytes=50)
-        text: dict = dict(options=dict(path=path), amount=amount, unit="MB/s")
-        theirs = Side("build-nanogpt's pool, nothing written", peers.classic_pool, **text)
-        ours = Side("fineweb.py, with its start", peers.fineweb_script, **text)
-        for row in m.measure([theirs, ours]):
-            yield row | dict(memory_gb=None)  # a side does not know that of its other processes
-
-
 BENCHMARKS = {  # flag: what it runs, and its title
     "ladder": (climb_ladder, "A step of {B} × {T:,} tokens, each technique added to the last"),
-    "against": (compare_transformers, "A step of {B} × {T:,} tokens, beside transformers"),
+    "against": (compare_peer, "A step of {B} × {T:,} tokens, beside {peer}"),
     "sweep": (sweep_batch_sizes, "A step of B × {T:,} tokens"),
     "scaling": (scale_processes, "A step of {B} × {T:,} tokens on each of several processes"),
     "generate": (compare_generation, "Generation of 128 tokens"),
     "hellaswag": (compare_scoring, "Scoring HellaSwag"),
-    "data": (compare_tokenizing, "Text to token shards"),
 }
 
 
@@ -264,7 +254,9 @@ first loss: models of one kind and micro-batch begin with the same weights and t
 
 def title_of(benchmark: str, result: dict) -> str:
     _, title = BENCHMARKS[benchmark]
-    return title.format(B=result["config"]["batch_size"], T=result["config"]["sequence_length"])
+    config = result["config"]
+    peer = dict(hf="transformers", nanogpt="nanoGPT").get(config["against"])
+    return title.format(B=config["batch_size"], T=config["sequence_length"], peer=peer)
 
 
 def describe_ratio(row: dict) -> str:
@@ -281,10 +273,10 @@ def describe_ratio(row: dict) -> str:
     return f"{row['speedup']:.2f} × ({low:.2f} to {high:.2f}): {shown}"
 
 
-def format_table(rows: list[dict]) -> str:
+def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
-    columns = []
-    for key, (heading, spec) in COLUMNS.items():
+    shown = []
+    for key, (heading, spec) in columns.items():
         heading = rows[0]["unit"] if key == "median" else heading
         values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
         cells = ["" if value is None else format(value, spec) for value in values]
@@ -292,8 +284,8 @@ def format_table(rows: list[dict]) -> str:
             width = max(len(cell) for cell in [heading, *cells])
             align = ">" if spec else "<"
             column = [heading, "-" * width, *cells]
-            columns.append([f"{cell:{align}{width}}" for cell in column])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+            shown.append([f"{cell:{align}{width}}" for cell in column])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*shown, strict=True))
 
 
 def plot_benchmarks(result: dict) -> Any:

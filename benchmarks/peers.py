@@ -1,17 +1,18 @@
-"""What bench.py measures: this repository, transformers, and build-nanogpt's ways.
+"""What the benchmarks measure: this repository, transformers, nanoGPT, build-nanogpt's ways.
 
-Most functions here make a side of a comparison (measure.Side): from the World and the side's
-options they make the function that is timed.
+For bench.py, functions here make a side of a comparison (measure.Side): from the World and the
+side's options they make the function that is timed.
 """
 
-import itertools
-import json
-import multiprocessing
+import importlib
+import math
 import os
+import pickle
+import runpy
 import subprocess
 import sys
-import sysconfig
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -21,19 +22,22 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hellaswag
+from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
+from support.common import UserError
 from support.compile import compile_blocks
 from support.device import autocast, keep_freed_memory
 from support.distributed import Stop, World
 from support.generation import compile_step
+from support.log import read_run
 from support.optim import decay_groups
 from support.sharding import wrap
 from support.tokenizer import gpt2
-from train_gpt2 import train_step
+from train_gpt2 import learning_rate, train_step
 
 # -- the training step
 
@@ -52,18 +56,21 @@ class MadeUpTokens(DataLoaderLite):
 
 
 def training(
-    world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, hf: bool = False, **on: Any
+    world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, theirs: str = "", **on: Any
 ) -> Callable:
     """The real train_step on made-up tokens; the run returns the loss.
 
-    hf: the model of transformers. on: which techniques are on, see bench.py's TECHNIQUES.
+    theirs: "hf" for the model of transformers, or a clone of nanoGPT. on: which techniques are on,
+    see bench.py's TECHNIQUES.
     """
     torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
     if on["keep_memory"]:
         keep_freed_memory(world.device)
-    if hf:
+    if theirs == "hf":
         model = make_transformers_model(size, T)
         model.forward = partial(transformers_loss, model.forward)
+    elif theirs:
+        model = make_nanogpt_model(theirs, size, T)
     else:
         model = GPT(GPTConfig(block_size=T, pad_vocab_to=on["pad_vocab_to"], **size))
     if not on["own_loss"]:
@@ -71,7 +78,7 @@ def training(
     model.to(world.device)
     groups = decay_groups(list(model.parameters()), weight_decay=0.1)
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=on["fused"] or None)
-    if on["compile"] and hf:
+    if on["compile"] and theirs:
         model = torch.compile(model, dynamic=False)
     elif on["compile"]:
         compile_blocks(model, on["recompute"])
@@ -114,6 +121,23 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
     return GPT2LMHeadModel(
         GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
+
+
+def find_nanogpt(peer: str) -> Path:
+    """A clone of nanoGPT. Raises UserError if that is not one."""
+    if not Path(peer, "train.py").exists() or not Path(peer, "configurator.py").exists():
+        raise UserError(
+            f"--peer {peer!r} is no clone of nanoGPT: git clone https://github.com/karpathy/nanoGPT"
+        )
+    return Path(peer).resolve()
+
+
+def make_nanogpt_model(peer: str, size: dict[str, Any], T: int) -> Any:
+    """The GPT-2 of nanoGPT's model.py, with the padded vocabulary of its train.py."""
+    sys.path.insert(0, peer)
+    sys.modules.pop("model", None)  # ours
+    code = importlib.import_module("model")
+    return code.GPT(code.GPTConfig(**size, block_size=T, vocab_size=50304, dropout=0.0, bias=True))
 
 
 # -- generation
@@ -179,40 +203,120 @@ def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.d
     return dict(right=correct)
 
 
-# -- text to shards
+# -- minutes of training, for minutes.py: each side returns its points
+
+SCORES = 16  # of a run
+Point = tuple[int, float, float]  # updates, seconds of training, bits per byte
 
 
-def write_documents(path: str, megabytes: float) -> float:
-    """Writes Python's own sources as JSON lines, again and again -> megabytes of text."""
-    files = itertools.cycle(sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")))
-    written = 0.0
-    with open(path, "w") as lines:
-        while written < megabytes:
-            text = next(files).read_text(encoding="utf-8", errors="replace")
-            lines.write(json.dumps({"text": text}) + "\n")
-            written += len(text.encode()) / 1e6
-    return written
+class Clock:
+    """Counts the seconds between `go` and `stop`."""
+
+    seconds = 0.0
+    since: float | None = None
+
+    def go(self) -> None:
+        self.since = self.since or time.perf_counter()
+
+    def stop(self) -> float:
+        if self.since:
+            self.seconds += time.perf_counter() - self.since
+        self.since = None
+        return self.seconds
 
 
-def classic_pool(world: World, *, path: str) -> Callable:
-    """build-nanogpt's loop without its files: one document at a time to half the cores."""
-    documents = [json.loads(line)["text"] for line in Path(path).read_text().splitlines()]
-    pool = multiprocessing.Pool(max(1, (os.cpu_count() or 1) // 2))
-    count = partial(pool.imap, classic_tokenize, documents, chunksize=16)
-    return lambda: dict(tokens=sum(map(len, count())))
+@torch.no_grad()
+def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> float:
+    """Bits per byte of val.bin, cut into sequences of T tokens. loss: the mean; -1 is ignored."""
+    tokens = torch.from_numpy(np.fromfile(folder / "val.bin", np.uint16).astype(np.int64))
+    sizes = torch.tensor(pickle.loads((folder / "meta.pkl").read_bytes())["sizes"])
+    end = (len(tokens) - 1) // T * T
+    x = tokens[:end].view(-1, T)
+    y = tokens[1 : end + 1].view(-1, T)
+    num_bytes = int(sizes[y].sum())
+    y = y.where(sizes[y] > 0, -1)  # <|endoftext|> is no text
+    batches = zip(x.split(16), y.split(16), strict=True)
+    nats = sum(loss(x, y).item() * int((y >= 0).sum()) for x, y in batches)
+    return nats / num_bytes / math.log(2)
 
 
-def classic_tokenize(document: str) -> np.ndarray:
-    return np.array([gpt2().eot, *gpt2().encoding.encode_ordinary(document)], np.uint16)
+def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: float) -> list:
+    """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
+
+    It evaluates between model.eval() and model.train(), so these stop and start the clock.
+    """
+    points: list[Point] = []
+    clock = Clock()
+    their_train = nn.Module.train
+
+    def train(module: nn.Module, mode: bool = True) -> nn.Module:
+        clock.go() if mode else clock.stop()
+        return their_train(module, mode)
+
+    def save(checkpoint: dict, _path: str) -> None:
+        seconds = clock.stop()
+        theirs = sys.modules["model"]  # its model.py
+        with torch.random.fork_rng():
+            model = theirs.GPT(theirs.GPTConfig(**checkpoint["model_args"])).eval()
+        weights = checkpoint["model"].items()  # of a compiled model: named _orig_mod.…
+        model.load_state_dict({name.removeprefix("_orig_mod."): w for name, w in weights})
+        bits = score(lambda *batch: model(*batch)[1], folder, model.config.block_size)
+        points.append((checkpoint["iter_num"], seconds, bits))
+        clock.go()
+
+    flags = f"""{settings} --device=cpu --dataset={folder} --out_dir={folder} --eval_iters=1
+        --max_iters={updates} --lr_decay_iters={updates} --eval_interval={updates // SCORES}
+        --always_save_checkpoint=True --learning_rate={rate} --min_lr={rate / 10}"""
+    sys.argv = ["train.py", *flags.split()]
+    sys.modules.pop("model", None)  # ours
+    sys.path.insert(0, str(peer))
+    os.chdir(peer)
+    nn.Module.train = train  # type: ignore
+    torch.save = save  # type: ignore
+    runpy.run_path("train.py", run_name="__main__")
+    return points
 
 
-def fineweb_script(world: World, *, path: str) -> Callable:
-    """fineweb.py as a user runs it."""
-    command = [sys.executable, f"{Path(__file__).parent.parent}/fineweb.py", "--source", path]
+def train_transformers(recipe: TrainConfig, folder: Path, updates: int, rate: float) -> list:
+    """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
+    T = recipe.sequence_length
+    B = recipe.total_batch_size // T
+    loader = DataLoaderLite(recipe.data_dir, "train", B, T, shuffle=True)
+    size = dict(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd)
+    torch.manual_seed(recipe.seed)
+    model = make_transformers_model(size | dict(vocab_size=loader.vocab_size), T)
+    params = list(model.parameters())
+    adamw = torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    schedule = TrainConfig(max_steps=updates, warmup_steps=updates // 30, learning_rate=rate)
 
-    def run() -> dict:
-        with tempfile.TemporaryDirectory() as folder:
-            subprocess.run([*command, "--data-dir", folder], check=True, stdout=subprocess.DEVNULL)
-            return dict(tokens=json.loads(Path(folder, "manifest.json").read_text())["tokens"])
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=x, use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-1)
 
-    return run
+    compiled = torch.compile(loss, dynamic=False) if recipe.compile else loss
+    points: list[Point] = []
+    clock = Clock()
+    for step in range(updates):
+        clock.go()
+        adamw.param_groups[0]["lr"] = learning_rate(step, schedule)
+        compiled(*loader.next_batch()).backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        adamw.step()
+        adamw.zero_grad()
+        if (step + 1) % (updates // SCORES) == 0:
+            points.append((step + 1, clock.stop(), score(loss, folder, T)))
+    return points
+
+
+def train_here(flags: list[str], folder: Path, updates: int, _rate: float) -> list:
+    """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
+    off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
+    every = f"--max-steps {updates} --val-every {updates // SCORES} --val-tokens {10**9}"
+    where = f"--device cpu --overwrite --log-dir {folder}/log"
+    command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {where}".split()]
+    subprocess.run(command, check=True)
+    run = read_run(folder / "log")
+    seconds = np.cumsum(run.series("ms")[1]) / 1000
+    steps, scores = run.series("bits_per_byte", "val")
+    return [(s, seconds[s - 1], bits) for s, bits in zip(steps, scores, strict=True) if s]

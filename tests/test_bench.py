@@ -103,7 +103,7 @@ def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss(m
 
     assert loss() == pytest.approx(loss(own_loss=False), rel=1e-5)
     assert loss() == pytest.approx(loss(pad_vocab_to=1), rel=1e-5)
-    assert abs(loss(hf=True) - math.log(VOCAB_SIZE)) < 0.5
+    assert abs(loss(theirs="hf") - math.log(VOCAB_SIZE)) < 0.5
 
 
 def test_a_rung_without_fused_attention_never_calls_its_kernel(machine):
@@ -132,14 +132,20 @@ def test_hot_paths_stand_beside_their_plain_versions(machine, monkeypatch, tmp_p
     assert one_at_a_time["right"] == batched["right"]
 
 
-def test_all_ways_to_tokenize_find_the_same_tokens(tmp_path):
-    path = str(tmp_path / "text.jsonl")
-    assert peers.write_documents(path, 0.02) >= 0.02
-    theirs = run_here(peers.classic_pool, path=path)["tokens"]
-    assert run_here(peers.fineweb_script, path=path)["tokens"] == theirs > 1000
-
-
 # -- what is compared
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_this_repository_stands_beside_anothers_compiled_step(machine, monkeypatch, compiled):
+    m = machine(against="hf", compile=compiled)
+    monkeypatch.setattr(bench, "measure", lambda compared, *_: iter(compared))
+    sides = {side.name: side.options for side in bench.compare_peer(m)}
+    ours = sides["this repository"]
+    base = sides.get("transformers, compiled", ours)
+    assert next(iter(sides.values())) is base and base["compile"] == ours["compile"] == compiled
+    changed = {name for name in ours if base.get(name) != ours[name]}
+    assert changed == ({"keep_memory"} if compiled else set())
+    assert not sides["transformers, eager"]["compile"]
 
 
 def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_before(machine, monkeypatch):
@@ -185,7 +191,7 @@ def test_a_side_that_fails_says_why_and_the_next_has_the_base_before_it(alive, n
     assert rows[2]["speedup"] == pytest.approx(2 / 1.01) and not alive
     assert type(error).__name__ in bench.format_table(rows)
     result = dict(benchmarks={"ladder": {"rows": rows}}, device={"name": "a CPU"})
-    result["config"] = dict(model="tiny", batch_size=1, sequence_length=1)
+    result["config"] = dict(model="tiny", against="", batch_size=1, sequence_length=1)
     for shown in (rows, [row for row in rows if "error" in row]):
         result["benchmarks"]["ladder"]["rows"] = shown
         [axis] = bench.plot_benchmarks(result).axes

@@ -1,0 +1,201 @@
+"""The same minutes: who has the lowest loss on held-out text when the time is up?
+
+git clone https://github.com/karpathy/nanoGPT ../nanoGPT
+python -m benchmarks.minutes --peer ../nanoGPT
+
+On the CPU, nanoGPT, transformers and this repository train on one text, one after the other, each
+in a process of its own. A side's first run is short, to see how many updates fit the time.
+The clock starts with the first update, so it includes compilation. It stops while a side is scored:
+in bits per byte of all held-out text, because the sides' tokens differ.
+"""
+
+import json
+import math
+import os
+import pickle
+import shlex
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench import format_table
+from benchmarks.peers import (
+    SCORES,
+    Point,
+    find_nanogpt,
+    train_here,
+    train_nanogpt,
+    train_transformers,
+)
+from config import parse_command_line
+from support.common import Positive, parse_flags, run_script, say, write_whole
+from support.distributed import World
+from support.plots import (
+    BLACK,
+    COLORS,
+    draw_levels,
+    label_lines,
+    label_x,
+    new_figure,
+    save_picture,
+)
+from support.report import describe_run
+from support.shards import find_shards
+from support.tokenizer import tokenizer_of_data
+
+TRIAL = 10 * SCORES  # updates of a side's first run
+RATES = (1e-3, 2e-3, 4e-3)  # the best counts
+OURS = "this repository"
+# nanoGPT's README: 1.4697 nats per character, which are bytes of ASCII
+LEVELS = {"tinyshakespeare": {"nanoGPT, 3 min of an A100 2.120": 1.4697 / math.log(2)}}
+# nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
+MACBOOK = """config/train_shakespeare_char.py --compile=False --block_size=64 --batch_size=12
+    --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"""
+
+
+@dataclass
+class MinutesConfig:
+    """Trains each side on the same text for the same time."""
+
+    peer: str = ""  # a clone of nanoGPT; without it, its two sides are left out
+    data_dir: str = "data/tinyshakespeare"  # shards by fineweb.py
+    minutes: Positive = 3.0  # of training, for each run
+    # this repository's flags, typed as --recipe="--preset laptop"; the others take its sizes
+    recipe: str = "--preset quickstart"
+    out: str = "log/minutes"  # the results go to OUT.json and OUT.png
+
+
+# -- in the process that compares
+
+
+def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Path:
+    """A directory for nanoGPT. sizes: bytes of each token, for `score`."""
+    folder.mkdir()
+    for name, tokens in zip(("train", "val"), splits, strict=True):
+        tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
+    meta = dict(vocab_size=len(sizes), sizes=sizes)
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def find_sides(config: MinutesConfig, folder: Path) -> dict[str, tuple[Callable, tuple]]:
+    """{name: the function that trains with some updates at a learning rate, the rates to try}."""
+    flags = [*shlex.split(config.recipe), f"--data-dir={config.data_dir}"]
+    recipe, _ = parse_command_line(flags)
+    tokenizer = tokenizer_of_data(config.data_dir)
+    splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
+    tokens = [np.concatenate([p for shard in split for p in shard.read_all()]) for split in splits]
+    ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
+    sides: dict[str, tuple[Callable, tuple]] = {
+        OURS: (partial(train_here, flags, ours), (recipe.learning_rate,)),
+        "transformers, our tokens": (partial(train_transformers, recipe, ours), RATES),
+    }
+    if not config.peer:
+        say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
+        return sides
+    texts = [tokenizer.encoding.decode_bytes(t[t != tokenizer.eot].tolist()) for t in tokens]
+    letters, text = np.unique(np.frombuffer(b"".join(texts), np.uint8), return_inverse=True)
+    characters = np.split(text, [len(texts[0])])  # of ASCII; else the bytes of UTF-8
+    theirs = write_tokens(folder / "characters", characters, [1] * len(letters))
+    B = recipe.total_batch_size // recipe.sequence_length
+    same = f"""--batch_size={B} --block_size={recipe.sequence_length} --n_layer={recipe.n_layer}
+        --n_head={recipe.n_head} --n_embd={recipe.n_embd} --gradient_accumulation_steps=1
+        --warmup_iters={recipe.warmup_steps} --compile={recipe.compile} --dropout=0.0"""
+    train = partial(train_nanogpt, find_nanogpt(config.peer))
+    sides["nanoGPT, our tokens"] = (partial(train, same, ours), RATES)
+    sides["nanoGPT, its README"] = (partial(train, MACBOOK, theirs), RATES[:1])
+    return sides
+
+
+def pace(points: list[Point]) -> tuple[float, float]:
+    """Seconds of an update, and how many more the first one took: it compiles."""
+    (first, began, _), *_, (last, ended, _) = points
+    update = (ended - began) / (last - first)
+    return update, max(0.0, began - first * update)
+
+
+def race(config: MinutesConfig, command: str) -> dict:
+    """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
+    result = describe_run(config, World("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (train, rates) in find_sides(config, Path(folder)).items():
+            update, start = pace(in_new_process(train, TRIAL, rates[0]))
+            fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
+            for rate in rates:
+                points = in_new_process(train, fit, rate)
+                result["runs"].append(dict(name=name, rate=rate, points=points))
+                write_whole(Path(f"{config.out}.json"), json.dumps(result, indent=1).encode())
+                save_picture(plot_minutes(result), Path(f"{config.out}.png"))
+    return result
+
+
+def in_new_process(train: Callable, updates: int, rate: float) -> list[Point]:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
+        with get_context("spawn").Pool(1) as pool:
+            return pool.apply(train, (updates, rate))
+
+
+# -- the report
+
+COLUMNS = {  # heading and format
+    "name": ("", ""),
+    "rate": ("rate", "g"),
+    "updates": ("updates", ",d"),
+    "ms": ("ms", ",.0f"),
+    "start": ("compiling s", ".0f"),
+    "seconds": ("seconds", ".0f"),
+    "bits": ("bits per byte", ".3f"),
+    "passed": ("ours is there after s", ".0f"),
+}
+
+
+def summarize(result: dict) -> list[dict]:
+    """A row for each run, the lowest last score first."""
+    ours = next(run["points"] for run in result["runs"] if run["name"] == OURS)
+    rows = []
+    for run in result["runs"]:
+        update, start = pace(run["points"])
+        updates, seconds, bits = run["points"][-1]
+        passed = min((s for _, s, lower in ours if lower <= bits), default=None)
+        row = dict(updates=updates, ms=1000 * update, start=start, seconds=seconds, bits=bits)
+        rows.append(run | row | dict(passed=passed))
+    return sorted(rows, key=lambda row: row["bits"])
+
+
+def plot_minutes(result: dict) -> Any:
+    """Bits per byte by minutes: a line for the best run of each side."""
+    figure, [axis] = new_figure(1, 1, 5)
+    data = Path(result["config"]["data_dir"]).name
+    labels = draw_levels(axis, LEVELS.get(data, {}))
+    rows = {row["name"]: row for row in reversed(summarize(result))}
+    names = dict.fromkeys(run["name"] for run in result["runs"])
+    for name, color in zip(names, COLORS, strict=False):
+        row = rows[name]
+        minutes = [seconds / 60 for _, seconds, _ in row["points"]]
+        scores = [bits for *_, bits in row["points"]]
+        axis.plot(minutes, scores, "o-", color=color, markersize=3)
+        axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
+        labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
+    axis.plot([], [], ":", color=BLACK, label="compiling")
+    axis.set_ylabel(f"bits per byte of held-out text, {data}")
+    label_x(axis, "minutes of training")
+    label_lines(axis, labels)
+    return figure
+
+
+def main(args: list[str]) -> None:
+    config = parse_flags(MinutesConfig, args)
+    result = race(config, shlex.join(["python", "-m", "benchmarks.minutes", *args]))
+    print(f"\n{format_table(summarize(result), COLUMNS)}\n\nplot: {config.out}.png")
+
+
+if __name__ == "__main__":
+    run_script(main)

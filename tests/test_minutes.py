@@ -1,0 +1,183 @@
+"""benchmarks/minutes.py: what is trained for how long, and how it is scored. Never who wins."""
+
+import json
+import math
+import os
+import sys
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from conftest import EOT, documents, random_model
+from torch import nn
+
+import bench
+from benchmarks import minutes, peers
+from benchmarks.minutes import MinutesConfig
+from config import parse_command_line
+from evaluate import validate
+from model import DataLoaderLite
+from support.common import UserError
+from support.distributed import Stop, World
+from support.tokenizer import gpt2
+
+# A clone of nanoGPT as far as it matters: where its train.py evaluates, saves, and finds its data
+MODEL = """
+import dataclasses
+import torch
+from torch.nn.functional import cross_entropy
+
+Fields = dict(block_size=8, vocab_size=0, n_layer=0, n_head=0, n_embd=0, dropout=0, bias=0)
+GPTConfig = dataclasses.make_dataclass("GPTConfig", [(k, int, v) for k, v in Fields.items()])
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.logits = torch.nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, x, y):
+        logits = self.logits.expand(*x.shape, -1)
+        return logits, cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+"""
+TRAIN = """
+import dataclasses, os, pickle, time
+import numpy as np, torch
+from model import GPT, GPTConfig
+exec(open("configurator.py").read())
+meta = pickle.load(open(os.path.join("data", dataset, "meta.pkl"), "rb"))
+assert len(np.memmap(os.path.join("data", dataset, "train.bin"), np.uint16))
+args = dict(block_size=8, vocab_size=meta["vocab_size"])
+model = GPT(GPTConfig(**args))
+for i in range(max_iters + 1):
+    if i % eval_interval == 0:
+        model.eval()
+        time.sleep(50)
+        model.train()
+        if i:
+            weights = {f"_orig_mod.{name}": w for name, w in model.state_dict().items()}
+            saved = dict(model=weights, model_args=args, iter_num=i)
+            torch.save(saved, os.path.join(out_dir, "ckpt.pt"))
+    time.sleep(2)
+"""
+CONFIGURATOR = """
+import sys
+for flag in sys.argv[1:]:
+    name, _, value = flag[2:].partition("=")
+    globals()[name] = value if name in ("dataset", "out_dir", "device") else eval(value)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path):
+    clone = tmp_path / "nanoGPT"
+    clone.mkdir()
+    for name, text in dict(model=MODEL, train=TRAIN, configurator=CONFIGURATOR).items():
+        (clone / f"{name}.py").write_text(text)
+    return clone
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """600 tokens for training and 200 for validation, with their sizes."""
+    splits = [documents(600, 0), documents(200, 1)]
+    return minutes.write_tokens(tmp_path / "tokens", splits, gpt2().sizes.tolist())
+
+
+def test_nanogpts_own_script_trains_and_its_clock_stops_while_it_evaluates(
+    peer, folder, monkeypatch, tmp_path
+):
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(torch, "save", None)
+    monkeypatch.setattr(nn.Module, "train", nn.Module.train)
+    monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
+    monkeypatch.chdir(tmp_path)
+    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3)
+    assert [step for step, *_ in points] == list(range(2, 33, 2))
+    assert [seconds for _, seconds, _ in points] == [4.0 * i for i in range(1, 17)]
+    tokens = np.fromfile(folder / "val.bin", np.uint16)[1:193]  # 24 sequences of 8
+    text = tokens[tokens != EOT]
+    bits = math.log2(gpt2().vocab_size) * len(text) / gpt2().sizes[text].sum()
+    assert [point[2] for point in points] == pytest.approx([bits] * 16, rel=1e-5)
+
+
+def test_a_score_is_what_validation_says(folder, tmp_path):
+    model = random_model(n_layer=1, n_head=2, n_embd=16, block_size=16).eval()
+    np.save(tmp_path / "val_000000.npy", np.fromfile(folder / "val.bin", np.uint16))
+    loader = DataLoaderLite(tmp_path, "val", 4, 16)
+    with World("cpu") as world:
+        _, bits, _ = validate(model, loader, 10**6, world, torch.float32, Stop(world))
+    scored = peers.score(lambda x, y: model(x, y)[1], folder, 16)
+    assert scored == pytest.approx(bits, rel=1e-5)
+
+
+def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
+    """Both are scored 16 times, and end below a model that knows nothing."""
+    sizes = "--n-layer 1 --n-head 2 --n-embd 16 --sequence-length 16 --batch-size 4"
+    rest = f"--total-batch-size 64 --learning-rate 0.01 --no-compile --data-dir {shards}"
+    flags = f"{sizes} {rest}".split()
+    recipe, _ = parse_command_line(flags)
+    for train in (partial(peers.train_here, flags), partial(peers.train_transformers, recipe)):
+        points = train(folder, 32, 0.01)
+        steps, seconds, bits = zip(*points, strict=True)
+        assert list(steps) == list(range(2, 33, 2))
+        assert list(seconds) == sorted(seconds) and seconds[0] > 0
+        assert bits[-1] < bits[0]
+
+
+def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
+    shards, peer, monkeypatch, tmp_path
+):
+    def run(train, updates, rate):
+        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate."""
+        name = train.func.__name__
+        worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
+        every = updates // peers.SCORES
+        steps = range(every, updates + 1, every)
+        return [(step, 10 + step / 4, 4 - step / updates + worse) for step in steps]
+
+    monkeypatch.setattr(minutes, "in_new_process", run)
+    flags = ["--peer", str(peer), "--data-dir", str(shards), "--minutes", "1", "--out"]
+    minutes.main([*flags, str(tmp_path / "here")])
+    result = json.loads((tmp_path / "here.json").read_text())
+    assert result["command"].startswith("python -m benchmarks.minutes --peer ")
+    assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
+    rows = minutes.summarize(result)
+    names = [row["name"] for row in rows]
+    assert names[0] == minutes.OURS and rows[0]["passed"] == 58.0
+    assert {name: names.count(name) for name in names} == {
+        "this repository": 1, "transformers, our tokens": 3, "nanoGPT, our tokens": 3,
+        "nanoGPT, its README": 1,
+    }  # fmt: skip
+    assert rows[1]["rate"] == 2e-3 and rows[1]["passed"] == 13.0  # at the first score
+    assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
+    [axis] = minutes.plot_minutes(result).axes
+    assert sum(len(line.get_xdata()) == peers.SCORES for line in axis.lines) == 4
+    assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
+
+
+def test_without_a_clone_its_sides_are_left_out_and_a_wrong_one_is_a_sentence(
+    shards, tmp_path, capsys
+):
+    config = MinutesConfig(data_dir=str(shards))
+    assert [*minutes.find_sides(config, tmp_path)] == [minutes.OURS, "transformers, our tokens"]
+    assert "nanoGPT is left out" in capsys.readouterr().out
+    for main, flag in ((minutes.main, "--data-dir"), (bench.main, "--against")):
+        value = str(shards) if flag == "--data-dir" else "nanogpt"
+        with pytest.raises(UserError, match="--peer '/nowhere' is no clone of nanoGPT: git clone"):
+            main(["--peer", "/nowhere", flag, value, "--out", str(tmp_path / "none")])
+    assert not os.path.exists(tmp_path / "none.json")
+
+
+def test_the_step_of_nanogpts_model_is_measured_with_its_own_code(peer, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
+    m = bench.Machine(bench.BenchConfig(device="cpu", model="tiny", batch_size=2, compile=False))
+    options = m.step("", theirs=str(peer), keep_memory=False, dtype=torch.float32).options
+    with World("cpu") as world:
+        assert float(peers.training(world, **options)()["loss"]) == pytest.approx(math.log(50304))
