@@ -55,6 +55,7 @@ class TrainConfig:
     decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps that decays
     weight_decay: Amount = 0.1  # of matrices and embeddings
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
+    embedding_lr: Positive = 1.0  # muon: the embeddings' rate, as a multiple of learning_rate
     beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # AdamW's
     beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # AdamW's
     eps: Positive = 1e-8  # AdamW's

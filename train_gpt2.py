@@ -112,7 +112,7 @@ def train_step(
     skipped = judge(loss_accum.item(), norm.item()) if judge else ""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         if not skipped:
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -250,6 +250,7 @@ def build_optimizers(config: TrainConfig, model: GPT) -> list[torch.optim.Optimi
         config.optimizer,
         weight_decay=config.weight_decay,
         learning_rate=config.learning_rate,
+        embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )

@@ -190,6 +190,19 @@ def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, name):
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
 
 
+@pytest.mark.parametrize("name, factor", [("adamw", 1), ("muon", 3)])
+def test_embedding_lr_is_of_muons_embeddings_alone(tiny, name, factor):
+    """AdamW's first update changes each weight by its rate, wherever the gradient is not small."""
+    optimizers = tiny.configure_optimizers(name, embedding_lr=3.0, weight_decay=0.0)
+    before = {name: p.clone() for name, p in tiny.named_parameters()}
+    step_on(tiny, optimizers, torch.randint(0, 50257, (2, 9)), B=2, lr=1e-3)
+    moved = {name: (p - before[name]).abs().max() for name, p in tiny.named_parameters()}
+    embeddings = ("transformer.wte.weight", "transformer.wpe.weight")
+    for name in (*embeddings, "transformer.ln_f.weight", "transformer.h.0.ln_1.bias"):
+        rate = 1e-3 * (factor if name in embeddings else 1)
+        assert moved[name].item() == pytest.approx(rate, rel=0.01), name
+
+
 def test_a_batch_that_is_not_needed_yet_may_be_unreadable(tiny):
     """The next batch is read ahead. What cannot be read ends the run when its turn comes."""
     optimizers = tiny.configure_optimizers()
