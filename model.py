@@ -315,10 +315,10 @@ class GPT(nn.Module):
     def configure_optimizers(self, name: str = "adamw", **options: Any) -> list[Optimizer]:
         """The optimizers of this name, in the order of their updates.
 
-        options: of support/optim.py's `adamw_of`, by default GPT-3's for the 124M.
+        options: of the functions in support/optim.py, by default GPT-3's for the 124M.
         """
-        gpt3 = dict(learning_rate=6e-4, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8)
-        return OPTIMIZERS[name](self, **(gpt3 | dict(embedding_lr=1.0) | options))
+        gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
+        return OPTIMIZERS[name](self, **(gpt3 | options))
 
     # -- generation and files: thin ends of support/generation.py and support/hf.py
 

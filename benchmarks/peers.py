@@ -132,11 +132,16 @@ def find_nanogpt(peer: str) -> Path:
     return Path(peer).resolve()
 
 
+def import_nanogpt(peer: str | Path) -> Any:
+    """nanoGPT's model.py instead of ours, for its train.py, too."""
+    sys.path.insert(0, str(peer))
+    sys.modules.pop("model", None)
+    return importlib.import_module("model")
+
+
 def make_nanogpt_model(peer: str, size: dict[str, Any], T: int) -> Any:
     """The GPT-2 of nanoGPT's model.py, with the padded vocabulary of its train.py."""
-    sys.path.insert(0, peer)
-    sys.modules.pop("model", None)  # ours
-    code = importlib.import_module("model")
+    code = import_nanogpt(peer)
     return code.GPT(code.GPTConfig(**size, block_size=T, vocab_size=50304, dropout=0.0, bias=True))
 
 
@@ -247,6 +252,7 @@ def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: f
     """
     points: list[Point] = []
     clock = Clock()
+    theirs = import_nanogpt(peer)
     their_train = nn.Module.train
 
     def train(module: nn.Module, mode: bool = True) -> nn.Module:
@@ -255,7 +261,6 @@ def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: f
 
     def save(checkpoint: dict, _path: str) -> None:
         seconds = clock.stop()
-        theirs = sys.modules["model"]  # its model.py
         with torch.random.fork_rng():
             model = theirs.GPT(theirs.GPTConfig(**checkpoint["model_args"])).eval()
         weights = checkpoint["model"].items()  # of a compiled model: named _orig_mod.…
@@ -268,8 +273,6 @@ def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: f
         --max_iters={updates} --lr_decay_iters={updates} --eval_interval={updates // SCORES}
         --always_save_checkpoint=True --learning_rate={rate} --min_lr={rate / 10}"""
     sys.argv = ["train.py", *flags.split()]
-    sys.modules.pop("model", None)  # ours
-    sys.path.insert(0, str(peer))
     os.chdir(peer)
     nn.Module.train = train  # type: ignore
     torch.save = save  # type: ignore

@@ -21,18 +21,18 @@ from torch.optim import AdamW, Optimizer
 from support import GPT, World
 
 
-def adamw(model: GPT, embedding_lr: float, **options: Any) -> list[Optimizer]:
+def adamw(model: GPT, embedding_lr: float = 1.0, **options: Any) -> list[Optimizer]:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas and one rate for all parameters."""
     return [adamw_of(model.parameters(), **options)]
 
 
 def muon(
-    model: GPT, learning_rate: float, embedding_lr: float, weight_decay: float, **options: Any
+    model: GPT, learning_rate: float, weight_decay: float, embedding_lr: float = 1.0, **options: Any
 ) -> list[Optimizer]:
     """Muon (Jordan 2024) for the matrices inside the blocks, AdamW for the others.
 
     Its update is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves
-    both. Small models learn faster if the embeddings, which AdamW updates, have a higher one.
+    both. embedding_lr multiplies it for the embeddings, which AdamW updates.
     """
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]

@@ -197,9 +197,8 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     path = Path(name)
     path = path / FILE if path.is_dir() else path
     with reading(path):
-        content = path.read_text("utf-8")
-        json.loads(content)
-    if tokenizer := parse(content):
+        tokenizer = parse(path.read_text("utf-8"))
+    if tokenizer:
         return tokenizer
     raise UserError(
         f"{path} is of another kind: byte-level BPE as GPT-2's, with {END} as its last token, can "
@@ -209,11 +208,15 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
 
 @lru_cache(maxsize=4)  # data, loaders and a checkpoint have the same; 65,536 merges take seconds
 def parse(content: str) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json; None if its ranks are not all that decides."""
+    """The tokenizer of a tokenizer.json; None if its ranks are not all that decides.
+
+    Raises ValueError if it is no JSON.
+    """
     if content == gpt2().json:
         return gpt2()
+    parts = json.loads(content)
     with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
-        ranks = ranks_of(json.loads(content)["model"]["vocab"])
+        ranks = ranks_of(parts["model"]["vocab"])
         tokenizer = gpt2() if ranks == gpt2().ranks else Tokenizer(ranks)
         if what_decides(content) == what_decides(tokenizer.json):
             return tokenizer
