@@ -974,6 +974,7 @@ def test_pages_about_a_run_have_the_sizes_of_the_model_in_the_files(corpus, fini
 def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags, has):
     tiny.save_pretrained(tmp_path / "model")
     args = [*flags.split(), "--sequence-length=16", f"--init-from={tmp_path}/model"]
+    args.append(f"--data-dir={tmp_path}")  # not what make quickstart leaves here
     config, typed = parse_command_line([*args, "--no-compile"])
     if has:
         with pytest.raises(UserError, match=rf"model {has} leave these flags out.*--init-from"):
