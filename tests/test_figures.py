@@ -1,4 +1,4 @@
-"""What README.md and benchmarks/README.md quote is what the records say."""
+"""What README.md, docs/output.md and benchmarks/README.md quote is what the records say."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from support.log import read_metrics
 from support.report import of_type
 
 README = (ROOT / "README.md").read_text()
+OUTPUT = (ROOT / "docs" / "output.md").read_text()
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
 
@@ -21,8 +22,12 @@ def read_json(name: str) -> dict:
     return json.loads((ROOT / "benchmarks" / name).read_text())
 
 
-@pytest.mark.parametrize("run", ["quickstart", "laptop"])
-def test_the_readme_quotes_the_runs(run):
+@pytest.mark.parametrize(
+    "page, run",
+    [("README.md", "quickstart"), ("README.md", "laptop"), ("docs/output.md", "quickstart")],
+)
+def test_the_readme_and_the_page_about_output_quote_the_runs(page, run):
+    text = (ROOT / page).read_text()
     records = read_metrics(ROOT / "runs" / run / "metrics.jsonl")
     val = of_type(records, "val")[-1]
     end = of_type(records, "end")[-1]
@@ -32,7 +37,7 @@ def test_the_readme_quotes_the_runs(run):
         f"{val['perplexity']:.2f} | bits/byte {val['bits_per_byte']:.4f}",
         f"done: {end['step']} steps in {duration(end['wall'])}, {memory}",
     ]
-    assert not [quote for quote in quotes if quote not in README]
+    assert not [quote for quote in quotes if quote not in text]
 
 
 def test_the_readme_quotes_samples_of_the_laptop():
@@ -45,9 +50,9 @@ def test_the_readme_quotes_samples_of_the_laptop():
         assert any(f"{sample}\n".startswith(f"{text}\n") for sample in found)
 
 
-def test_the_readme_quotes_a_line_of_the_quickstart():
+def test_the_page_about_output_quotes_a_line_of_the_quickstart():
     line = r"step +(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| dt (\S+)ms \| tok/sec (\S+)"
-    step, *quoted = re.search(line, README).groups()
+    step, *quoted = re.search(line, OUTPUT).groups()
     records = read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl")
     [x] = [record for record in of_type(records, "train") if record["step"] == int(step)]
     exact = [f"{x['loss']:.6f}", f"{x['lr']:.4e}", f"{x['norm']:.4f}", f"{x['ms']:.1f}"]

@@ -253,10 +253,10 @@ def test_only_a_rent_that_is_known_makes_a_cost_and_no_run_is_free(flags, time, 
     assert planned["cost"][0].startswith(cost) and note in planned["cost"][1]
 
 
-def test_the_readmes_table_is_what_the_program_prints(capsys):
+def test_the_table_of_the_reproduction_is_what_the_program_prints(capsys):
     table = run_main(capsys, "--table")
     assert len(table.splitlines()) == 2 + len(PRESETS) - 2, "not the two for a CPU"
-    assert table in (ROOT / "README.md").read_text()
+    assert table in (ROOT / "docs" / "reproduction.md").read_text()
 
 
 @pytest.mark.parametrize(
