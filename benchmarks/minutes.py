@@ -40,6 +40,7 @@ from support.distributed import World
 from support.plots import (
     BLACK,
     COLORS,
+    TEXTS,
     draw_levels,
     label_lines,
     label_x,
@@ -172,7 +173,7 @@ def summarize(result: dict) -> list[dict]:
 
 def plot_minutes(result: dict) -> Any:
     """Bits per byte by minutes: a line for the best run of each side."""
-    figure, [axis] = new_figure(1, 1, 5)
+    figure, [axis] = new_figure(1, 1)
     data = Path(result["config"]["data_dir"]).name
     labels = draw_levels(axis, LEVELS.get(data, {}))
     rows = {row["name"]: row for row in reversed(summarize(result))}
@@ -181,14 +182,26 @@ def plot_minutes(result: dict) -> Any:
         row = rows[name]
         minutes = [seconds / 60 for _, seconds, _ in row["points"]]
         scores = [bits for *_, bits in row["points"]]
-        axis.plot(minutes, scores, "o-", color=color, markersize=3)
+        axis.plot(minutes, scores, "o-", color=color, markersize=3, clip_on=False)
         axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
         labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
     axis.plot([], [], ":", color=BLACK, label="compiling")
-    axis.set_ylabel(f"bits per byte of held-out text, {data}")
+    axis.set_xlim(0)
+    axis.margins(x=0)
+    axis.set_title(describe_lead([rows[name] for name in names], result["config"]["minutes"]))
+    axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
     label_x(axis, "minutes of training")
     label_lines(axis, labels)
     return figure
+
+
+def describe_lead(rows: list[dict], minutes: float) -> str:
+    """This repository's last score, and the best of the others. Ours is the first row."""
+    text = f"After {minutes:g} minutes: {rows[0]['bits']:.2f} bits per byte here"
+    if len(rows) > 1:
+        best = min(rows[1:], key=lambda row: row["bits"])
+        text += f", {best['bits']:.2f} with {best['name'].partition(',')[0]}"
+    return text
 
 
 def main(args: list[str]) -> None:

@@ -3,6 +3,8 @@
 import gc
 import io
 import json
+import re
+import textwrap
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -11,39 +13,61 @@ from typing import Any
 import numpy as np
 
 from support.common import first_line, say, write_whole
-from support.log import RECENT, LoggedRun, read_run
+from support.log import LoggedRun, read_run, starts_of
 
 # Colour-blind readers can tell these apart, and none is pale (contrast to white above 3:1).
 # From Okabe & Ito's palette; the purple is Tol's, which is darker.
-BLUE = "#0072B2"
-RED = "#D55E00"
-BLACK = "#000000"
-PALE = "#949494"  # for bars beside others
-COLORS = (BLUE, RED, "#009E73", "#AA4499", BLACK)  # the third is green, the fourth purple
+BLUE = "#0072b2"
+RED = "#d55e00"
+BLACK = "#1f2328"
+PALE = "#949494"  # for what shows no difference
+COLORS = (BLUE, RED, "#009e73", "#aa4499", BLACK)  # the third is green, the fourth purple
+DARK = {  # on a dark page, those above, and the ticks, grid and paper of gpt2.mplstyle
+    BLUE: "#58a6ff",
+    RED: "#f0883e",
+    BLACK: "#e6edf3",
+    PALE: "#6e7681",
+    "#009e73": "#3fb98f",
+    "#aa4499": "#d67fc8",
+    "#59636e": "#9198a1",
+    "#d1d9e0": "#30363d",
+    "#ffffff": "#0d1117",
+}
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
 Label = tuple[float, str, str]  # a value, its text, its colour
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
+MOST_POINTS = 500  # of a line: more cannot be seen
+TEXTS = {
+    "tinyshakespeare": "Tiny Shakespeare",
+    "python": "Python source",
+    "stdlib": "Python's standard library",
+    "edu_fineweb10B": "FineWeb-Edu",
+}
 
 
 # -- figures and axes
 
 
 def new_figure(rows: int, columns: int, height: float = 4.0) -> tuple[Any, list]:
-    """A figure as wide as a notebook, and the list of its axes; height: inches per row."""
+    """A figure as wide as a page on GitHub, and the list of its axes; height: inches per row."""
+    import matplotlib.style
     from matplotlib.figure import Figure  # not pyplot's, which would keep it in memory
 
-    figure = Figure((9.6, height * rows), dpi=120, layout="constrained", facecolor="white")
+    matplotlib.style.use(Path(__file__).with_name("gpt2.mplstyle"))
+    figure = Figure((8.6, height * rows), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
+def set_headline(figure: Any, text: str) -> None:
+    figure.suptitle(text, x=0.01, ha="left")
+
+
 def tidy(axis: Any) -> None:
-    """Adds a light grid and, if something is labelled, a legend. Removes the frame."""
-    axis.grid(alpha=0.25)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
+    """Adds a light grid and, if something is labelled, a legend."""
+    axis.grid(True)
     if axis.get_legend_handles_labels()[1]:
-        axis.legend(frameon=False, fontsize=9)
+        axis.legend()
 
 
 def label_x(axis: Any, label: str) -> None:
@@ -54,13 +78,21 @@ def label_x(axis: Any, label: str) -> None:
 
 
 def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
-    """Labels x: steps, or tokens if the runs differ in their batch. Returns x per step of each."""
+    """Labels x, from 0 to the end: steps, or tokens if the batches differ. -> x per step of each."""
     batches = [run.config.get("total_batch_size", 0) for run in runs]
+    units = [1] * len(runs)
+    label = "step"
     if len(set(batches)) > 1 and min(batches) > 0:
-        label_x(axis, "tokens (millions)")
-        return [batch / 1e6 for batch in batches]
-    label_x(axis, "step")
-    return [1] * len(runs)
+        units = [batch / 1e6 for batch in batches]
+        label = "tokens (millions)"
+    label_x(axis, label)
+    ends = [last_step(run) * unit for run, unit in zip(runs, units, strict=True)]
+    axis.set_xlim(0, max(ends) or 1)
+    return units
+
+
+def last_step(run: LoggedRun) -> int:
+    return max((steps[-1] for steps, _ in run.streams.values()), default=0)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -69,35 +101,38 @@ def smooth(values: np.ndarray, window: int) -> np.ndarray:
     return np.convolve(values, around, "same") / np.convolve(np.ones(len(values)), around, "same")
 
 
-def draw_smoothed(axis: Any, x: np.ndarray, values: np.ndarray, color: str) -> np.ndarray:
-    """Draws and returns the average around each point. Long runs get a band of one deviation."""
+def average(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean around each value, and the deviation there: 0 in a short run."""
     window = min(51, len(values) // 25 | 1)
     mean = smooth(values, window)
-    if window > 1:
-        deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
-        low = np.maximum(mean - deviation, values.min())
-        axis.fill_between(x, low, mean + deviation, color=color, alpha=0.2, linewidth=0)
-    axis.plot(x, mean, color=color, linewidth=1.4)
-    return mean
+    return mean, np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
 
 
 def label_lines(axis: Any, labels: list[Label]) -> None:
     """Names values at the right edge. Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
+    inches = axis.get_position().height * axis.figure.get_figheight()
+    height = 0.17 / inches * (top - bottom)  # of a line of text
     y = -np.inf
     for value, text, color in sorted(labels):
-        y = max(value, y + 0.07 * (top - bottom))
-        style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
-        axis.annotate(text, (1, value), (1.02, y), along, fontsize=9, va="center", **style)
+        y = max(value, y + height)
+        pointer = dict(arrowstyle="-", color=color, linewidth=0.6, relpos=(0, 0.5))
+        style = dict(color=color, arrowprops=pointer if y > value + height / 3 else None)
+        axis.annotate(text, (1, value), (1.02, y), along, va="center", **style)
 
 
 # -- runs
 
 
 def plot_run(log_dir: str | Path) -> None:
-    """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
+    """Draws log_dir/loss.png."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
+    save_picture(plot_loss(log_dir), Path(log_dir) / "loss.png")
+
+
+def plot_loss(log_dir: str | Path) -> Any:
+    """Draws training and validation loss, and HellaSwag if it was scored."""
     run = read_run(log_dir)
     draws = [draw_loss]
     if scored([run]) and len(run.streams["hella"][0]) > 1:
@@ -105,9 +140,8 @@ def plot_run(log_dir: str | Path) -> None:
     figure, axes = new_figure(1, len(draws))
     for axis, draw in zip(axes, draws, strict=True):
         draw(axis, [run])
-    title = "GPT-2, {n_layer} layers, {n_embd} wide, on {text}, {total_batch_size:,} tokens a step"
-    figure.suptitle(title.format(text=text_of(run), **run.config), fontsize=11)
-    save_picture(figure, Path(log_dir) / "loss.png", dpi=150)
+    axes[0].set_title(title_of(run))
+    return figure
 
 
 def redraw(log_dir: str | Path) -> bool:
@@ -120,16 +154,33 @@ def redraw(log_dir: str | Path) -> bool:
         return False
 
 
-def save_picture(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure as a PNG file, whole or not at all. The options are savefig's."""
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure as a PNG file, whole or not at all."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", **options)
+    figure.savefig(picture, format="png")
     write_whole(path, picture.getvalue())
+
+
+def save_for_pages(figure: Any, path: Path) -> None:
+    """Writes PATH.svg and, for dark pages, PATH-dark.svg. Both are transparent."""
+    picture = io.BytesIO()
+    figure.savefig(picture, format="svg", transparent=True, metadata=dict(Date=None, Creator=None))
+    light = picture.getvalue().decode()
+    dark = re.sub("|".join(DARK), lambda color: DARK[color[0]], light)
+    write_whole(path.with_suffix(".svg"), light.encode())
+    write_whole(path.with_name(f"{path.name}-dark.svg"), dark.encode())
 
 
 def text_of(run: LoggedRun) -> str:
     """The name of the text that a run trains on. Losses on different texts are not compared."""
     return Path(run.config.get("data_dir", "?")).name
+
+
+def title_of(run: LoggedRun) -> str:
+    """The text that a run trains on, and the size of its model where that was recorded."""
+    text = TEXTS.get(text_of(run), text_of(run))
+    millions = next((r["parameters"] for r in run.records if "parameters" in r), 0) / 1e6
+    return f"{text}, {millions:.{int(millions < 10)}f} million parameters" if millions else text
 
 
 def size_of(run: LoggedRun) -> str:
@@ -144,12 +195,12 @@ def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     figure, axes = new_figure(len(texts), 1)
     for axis, text in zip(axes, texts, strict=True):
         draw(axis, [run for run in runs if text_of(run) == text])
-        axis.set_title(f"on {text}", fontsize=10)
+        axis.set_title(TEXTS.get(text, text))
     return figure
 
 
 def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
-    """Draws training loss, smoothed, and validation loss as dots."""
+    """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
     levels = {}
     for size in map(size_of, runs):
@@ -160,12 +211,18 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
-            mean = draw_smoothed(axis, steps * unit, losses, color)
+            mean, deviation = average(losses)
+            few = np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int)
+            axis.plot(steps[few] * unit, mean[few], color=color)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
-                last = losses[-RECENT:]
-                text = f"training {last.mean():.2f} (last {len(last)})"
-                labels.append((last.mean(), text, color))
+                labels.append((mean[-1], f"training {mean[-1]:.2f}", color))
+                mark_resumes(axis, run, steps, mean)
+            if alone and deviation.any():
+                low = np.maximum(mean - deviation, losses.min())
+                band = (steps[few], low[few], (mean + deviation)[few])
+                axis.fill_between(*band, color=color, alpha=0.1, linewidth=0)
+                labels.append((low[-1], "± one deviation", color))
         if "val" in run.streams:
             steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
@@ -173,15 +230,23 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, ms=5.5, mec="white")
-            if alone and not seen[0]:
-                point_above(axis, steps[0], losses[0])
+            style = dict(color=ink, markersize=5.5, markeredgecolor="white", clip_on=False)
+            axis.plot(steps[seen] * unit, losses[seen], "o-", **style)
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
-    band = "; band: one deviation" if axis.collections else ""
-    axis.set_ylabel(f"loss (nats per token){band}")
+    axis.set_ylabel("loss (nats per token)")
     label_lines(axis, labels)
+
+
+def mark_resumes(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:
+    """Marks on the curve where a run was stopped or killed, and resumed."""
+    resumes = [record["step"] for record in starts_of(run.records)[1:]]
+    if resumes:
+        losses = np.interp(resumes, steps, mean)
+        style = dict(color=BLACK, markersize=7, markeredgewidth=1.6, zorder=3)
+        axis.plot(resumes, losses, "x", label="interrupted, then resumed", **style)
+        tidy(axis)
 
 
 def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
@@ -189,20 +254,13 @@ def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
 
     The view ends above their losses. Otherwise the untrained model's would take most of it.
     """
-    last = max(steps[-1] for steps, _ in run.streams.values())
-    return steps >= min(last / 10, steps[-1])
-
-
-def point_above(axis: Any, x: float, loss: float) -> None:
-    axis.margins(x=0.11)
-    style = dict(color=RED, fontsize=8, ha="center", va="top")
-    axis.text(x, 0.99, f"▲\n{loss:.2f}\n(above)", transform=axis.get_xaxis_transform(), **style)
+    return steps >= min(last_step(run) / 10, steps[-1])
 
 
 def draw_levels(axis: Any, levels: dict[str, float]) -> list[Label]:
     """Draws published figures as dashed lines. Returns their labels for label_lines."""
     for y in levels.values():
-        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1.2)
+        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1)
     return [(y, name, BLACK) for name, y in levels.items()]
 
 
@@ -227,10 +285,34 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         steps, scores = map(np.array, run.streams["hella"])
         error = np.sqrt(scores * (1 - scores) / examples_of(run))
-        axis.errorbar(steps * unit, scores, yerr=error, fmt="o-", color=color, markersize=3)
+        style = dict(color=color, markersize=3, clip_on=False)
+        axis.errorbar(steps * unit, scores, yerr=error, fmt="o-", **style)
         labels.append((scores[-1], f"{run.name} {scores[-1]:.3f}", color))
     axis.set_ylabel("HellaSwag accuracy (normalized)")
     label_lines(axis, labels)
+
+
+def plot_samples(log_dir: str | Path, steps: list[int]) -> Any:
+    """Draws a run's losses and, above them, what it wrote after each of the steps."""
+    run = read_run(log_dir)
+    figure, [axis] = new_figure(1, 1, 4.8)
+    draw_loss(axis, [run])
+    samples = dict(zip(*run.series("samples", "samples"), strict=True))
+    mean, _ = average(np.array(run.streams["train"][1]))
+    for i, step in enumerate(steps):
+        minutes = np.interp(step, *run.series("wall")) / 60
+        written = re.sub("  +", "  ", samples[step][0])  # code may begin far to the right
+        lines = [x for line in written.splitlines() for x in textwrap.wrap(line, 36)]
+        text = "\n".join([f"{minutes:.0f} minutes, step {step:,}", "", *lines[:4]])
+        loss = min(np.interp(step, run.streams["train"][0], mean), axis.get_ylim()[1])
+        column = 1.16 * i / len(steps)  # there are no axes below the labels at the right
+        across = np.clip((step / last_step(run) - column) * len(steps), 0, 1)
+        arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
+        style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
+        axis.annotate(text, (step, loss), (column, 1.06), "data", axis.transAxes, **style)
+    device = starts_of(run.records)[-1]["device"]["name"]
+    set_headline(figure, f"{title_of(run)}: {minutes:.0f} minutes on {device}")
+    return figure
 
 
 def plot_training(runs: list[LoggedRun]) -> Any:
@@ -252,32 +334,69 @@ def plot_training(runs: list[LoggedRun]) -> Any:
 
 
 def plot_comparison(result: dict[str, Any]) -> Any:
-    """Draws what compare.py found: validation losses by tokens, and differences to the base."""
-    figure, (losses, differences) = new_figure(1, 2)
+    """Draws what compare.py found: each arm's losses by tokens, and its differences to the base."""
+    figure, [losses, differences] = new_figure(1, 2, 3.6)
     measure = result.get("measure", "validation loss")
-    for arm, color in zip(result["arms"], cycle(COLORS)):
-        name = arm["name"]
-        for run in arm["runs"]:
-            if run["val_loss"] is not None:
-                start = max(1, len(run["losses"]) // 10)  # the first fall would fill the picture
-                millions = np.array(run["tokens"][start:]) / 1e6
-                losses.plot(millions, run["losses"][start:], "o-", color=color, markersize=3)
-        losses.plot([], [], color=color, label=name)
+    arms = result["arms"]
+    names = name_arms(arms)
+    labels = []
+    means = {}
+    for arm, name, color in zip(arms, names, cycle(COLORS)):
+        ended = [run for run in arm["runs"] if run["val_loss"] is not None]
+        if ended:
+            start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
+            millions = np.array(ended[0]["tokens"][start:]) / 1e6
+            seeds = np.array([run["losses"][start:] for run in ended])
+            losses.plot(millions, seeds.mean(0), color=color)
+            band = (millions, seeds.min(0), seeds.max(0))
+            losses.fill_between(*band, color=color, alpha=0.2, linewidth=0)
+            labels.append((seeds.mean(0)[-1], name, color))
         against = arm["against"]
         if "mean" in against:
-            for difference in against["differences"]:
-                differences.plot(difference, name, "o", color="#666666")
-            half = against["half"]
-            differences.errorbar(against["mean"], name, xerr=half, fmt="D", color=color, capsize=5)
-    losses.set(ylabel=measure, title="a line for each seed")
+            means[against["mean"]] = (name, against["half"])
+            points = against["differences"]
+            differences.plot(points, [name] * len(points), "|", color=color, markersize=9)
+            style = dict(color=color, markersize=5, linewidth=1.4)
+            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", **style)
+    set_headline(figure, describe_best(means, names[0], measure))
+    losses.set_title("Mean and range of the seeds", fontsize=9)
+    losses.set_ylabel(measure)
+    losses.margins(x=0)
     label_x(losses, "tokens (millions)")
-    differences.axvline(0, color=BLACK, linewidth=1)
+    label_lines(losses, labels)
+    differences.axvline(0, color=BLACK, linewidth=0.8)
     differences.margins(y=0.3)
     differences.invert_yaxis()
-    differences.set_title("each seed (dots), mean and 95% interval")
-    differences.set_xlabel(f"final {measure} minus the base's")
+    differences.set_title("Each seed, mean and 95% interval", fontsize=9)
+    differences.set_xlabel(f"final {measure} minus that of {names[0]}")
     tidy(differences)
     return figure
+
+
+def name_arms(arms: list[dict]) -> list[str]:
+    """Optimizer and learning rate, if only these differ between the recipes; else the arms' names."""
+    recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
+    names = []
+    others = []
+    for recipe in recipes:
+        optimizer = recipe.pop("optimizer", "").replace("adamw", "AdamW").replace("muon", "Muon")
+        rate = np.format_float_scientific(recipe.pop("learning_rate", 0), trim="-", exp_digits=1)
+        names.append(f"{optimizer}, {rate}")
+        others.append(recipe)
+    alike = others.count(others[0]) == len(arms) == len(set(names))
+    return names if alike else [arm["name"] for arm in arms]
+
+
+def describe_best(means: dict[float, tuple], base: str, measure: str) -> str:
+    """The arm that ends lowest, beside the base. means: the difference of each, its name and half."""
+    if not means:
+        return ""
+    mean = min(means)
+    name, half = means[mean]
+    if abs(mean) <= half:
+        return f"No difference can be seen between {name} and {base}"
+    unit = "nats" if measure == "validation loss" else measure
+    return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
 
 
 # -- tables of the notebook
