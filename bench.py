@@ -24,7 +24,7 @@ from support.common import Count, CountOrZero, parse_flags, run_script, write_wh
 from support.compile import why_not_compile
 from support.device import peak_flops, pick_device, pick_dtype
 from support.distributed import World
-from support.plots import BLACK, BLUE, PALE, new_figure, save_picture, tidy
+from support.plots import BLACK, BLUE, PALE, new_figure, save_picture
 from support.report import describe_run
 
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
@@ -209,10 +209,7 @@ TABLES = ("sweep", "scaling")  # they have no picture
 
 
 def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
-    """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far.
-
-    There is no OUT.png if all of them are tables.
-    """
+    """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far."""
     m = Machine(config)
     command = shlex.join(["python", "bench.py", *args])
     result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size, command)
@@ -308,10 +305,7 @@ def plot_benchmarks(result: dict) -> Any:
         return None
     figure, axes = new_figure(len(panels), 1, 1.2 + 0.28 * max(map(len, panels.values())))
     for axis, (name, rows) in zip(axes, panels.items(), strict=True):
-        rows = [row for row in rows if "error" not in row]
-        draw_ratios(axis, rows)
-        above = "the row above" if name == "ladder" else ""
-        axis.set_title(describe_fastest(rows, above))
+        draw_ratios(axis, [row for row in rows if "error" not in row])
         about = f"{title_of(name, result)}: {result['config']['model']}"
         axis.set_xlabel(f"{about} on {result['device']['name']}")
     return figure
@@ -322,37 +316,30 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
     for place, row in enumerate(rows):
         ratio = "base"
         if "speedup" in row:
-            low, high = row["speedup_low"], row["speedup_high"]
-            color = BLUE if low > 1 or high < 1 else PALE
-            axis.plot([low, high], [place, place], color=color)
+            color = BLUE if describe_ratio(row).endswith(("faster", "slower")) else PALE
+            axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
             axis.plot(row["speedup"], place, "o", color=color, markersize=5)
             ratio = f"{row['speedup']:.2f} ×"
-        write_beside(axis, place, ratio, f"{row['median']:,.1f}")
-    write_beside(axis, -0.9, "", rows[0]["unit"] if rows else "")
+        text = f"{ratio:>6}{row['median']:>9,.1f} {row['unit']}"
+        style = dict(textcoords="offset points", va="center", family="monospace", fontsize=8)
+        axis.annotate(text, (1, place), (6, 0), axis.get_yaxis_transform(), **style)
+    axis.set_title(describe_fastest(rows))
     axis.axvline(1, color=BLACK, linewidth=0.8)
     axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    axis.margins(x=0.05)
     axis.xaxis.set_major_formatter("{x:g} ×")
-    tidy(axis)
 
 
-def write_beside(axis: Any, place: float, ratio: str, speed: str) -> None:
-    """Writes two columns at the right of the axes."""
-    along = axis.get_yaxis_transform()
-    for points, text in ((42, ratio), (100, speed)):
-        style = dict(ha="right", va="center", annotation_clip=False)
-        axis.annotate(text, (1, place), (points, 0), along, "offset points", **style)
-
-
-def describe_fastest(rows: list[dict], above: str) -> str:
-    """The row that gains most on its base. above: how the base is called, if not by its name."""
-    faster = [row for row in rows if row.get("speedup_low", 0) > 1]
+def describe_fastest(rows: list[dict]) -> str:
+    """The row that gains most on its base."""
+    faster = [row for row in rows if describe_ratio(row).endswith("faster")]
     if not faster:
         return "No row is shown to be faster than its base"
     best = max(faster, key=lambda row: row["speedup"])
-    base = [row for row in rows[: rows.index(best)] if "speedup" not in row][-1]
-    name = best["name"][0].upper() + best["name"][1:]
-    return f"{name}: {best['speedup']:.2f} × as fast as {above or base['name']}"
+    bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
+    base = "without it" if best["name"].startswith("+") else bases[-1]
+    return f"{best['name'].capitalize()}: {best['speedup']:.2f} × as fast as {base}"
 
 
 # -- the command
@@ -364,8 +351,7 @@ def main(args: list[str]) -> None:
     print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
     for name, benchmark in result["benchmarks"].items():
         print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
-    if set(result["benchmarks"]) - set(TABLES):
-        print(f"\nplot: {config.out}.png")
+    print(f"\nrecord: {config.out}.json")
 
 
 if __name__ == "__main__":

@@ -186,22 +186,14 @@ def plot_minutes(result: dict) -> Any:
         axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
         labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
     axis.plot([], [], ":", color=BLACK, label="compiling")
-    axis.set_xlim(0)
-    axis.margins(x=0)
-    axis.set_title(describe_lead([rows[name] for name in names], result["config"]["minutes"]))
+    best = {row["name"].partition(",")[0]: row["bits"] for row in reversed(summarize(result))}
+    shown = ", ".join(f"{name} {best[name]:.2f}" for name in sorted(best, key=best.__getitem__))
+    axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
+    axis.legend()
     axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
     label_x(axis, "minutes of training")
     label_lines(axis, labels)
     return figure
-
-
-def describe_lead(rows: list[dict], minutes: float) -> str:
-    """This repository's last score, and the best of the others. Ours is the first row."""
-    text = f"After {minutes:g} minutes: {rows[0]['bits']:.2f} bits per byte here"
-    if len(rows) > 1:
-        best = min(rows[1:], key=lambda row: row["bits"])
-        text += f", {best['bits']:.2f} with {best['name'].partition(',')[0]}"
-    return text
 
 
 def main(args: list[str]) -> None:

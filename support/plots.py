@@ -22,28 +22,14 @@ RED = "#d55e00"
 BLACK = "#1f2328"
 PALE = "#949494"  # for what shows no difference
 COLORS = (BLUE, RED, "#009e73", "#aa4499", BLACK)  # the third is green, the fourth purple
-DARK = {  # on a dark page, those above, and the ticks, grid and paper of gpt2.mplstyle
-    BLUE: "#58a6ff",
-    RED: "#f0883e",
-    BLACK: "#e6edf3",
-    PALE: "#6e7681",
-    "#009e73": "#3fb98f",
-    "#aa4499": "#d67fc8",
-    "#59636e": "#9198a1",
-    "#d1d9e0": "#30363d",
-    "#ffffff": "#0d1117",
-}
+# Those, and the ticks, grid and paper of gpt2.mplstyle: on light pages, and on dark ones
+LIGHT = (*COLORS, PALE, "#59636e", "#d1d9e0", "#ffffff")
+DARK = "#58a6ff #f0883e #3fb98f #d67fc8 #e6edf3 #6e7681 #9198a1 #30363d #0d1117"
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
 Label = tuple[float, str, str]  # a value, its text, its colour
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
-MOST_POINTS = 500  # of a line: more cannot be seen
-TEXTS = {
-    "tinyshakespeare": "Tiny Shakespeare",
-    "python": "Python source",
-    "stdlib": "Python's standard library",
-    "edu_fineweb10B": "FineWeb-Edu",
-}
+TEXTS = {"tinyshakespeare": "Tiny Shakespeare", "python": "Python source"}
 
 
 # -- figures and axes
@@ -59,40 +45,20 @@ def new_figure(rows: int, columns: int, height: float = 4.0) -> tuple[Any, list]
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def set_headline(figure: Any, text: str) -> None:
-    figure.suptitle(text, x=0.01, ha="left")
-
-
-def tidy(axis: Any) -> None:
-    """Adds a light grid and, if something is labelled, a legend."""
-    axis.grid(True)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend()
-
-
 def label_x(axis: Any, label: str) -> None:
     axis.set_xlabel(label)
     axis.locator_params(axis="x", nbins=6, integer=label == "step")
     axis.xaxis.set_major_formatter("{x:,g}")
-    tidy(axis)
 
 
 def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
-    """Labels x, from 0 to the end: steps, or tokens if the batches differ. -> x per step of each."""
+    """Labels x: steps, or tokens if the runs differ in their batch. Returns x per step of each."""
     batches = [run.config.get("total_batch_size", 0) for run in runs]
-    units = [1] * len(runs)
-    label = "step"
     if len(set(batches)) > 1 and min(batches) > 0:
-        units = [batch / 1e6 for batch in batches]
-        label = "tokens (millions)"
-    label_x(axis, label)
-    ends = [last_step(run) * unit for run, unit in zip(runs, units, strict=True)]
-    axis.set_xlim(0, max(ends) or 1)
-    return units
-
-
-def last_step(run: LoggedRun) -> int:
-    return max((steps[-1] for steps, _ in run.streams.values()), default=0)
+        label_x(axis, "tokens (millions)")
+        return [batch / 1e6 for batch in batches]
+    label_x(axis, "step")
+    return [1] * len(runs)
 
 
 def smooth(values: np.ndarray, window: int) -> np.ndarray:
@@ -113,26 +79,19 @@ def label_lines(axis: Any, labels: list[Label]) -> None:
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
     inches = axis.get_position().height * axis.figure.get_figheight()
-    height = 0.17 / inches * (top - bottom)  # of a line of text
     y = -np.inf
     for value, text, color in sorted(labels):
-        y = max(value, y + height)
-        pointer = dict(arrowstyle="-", color=color, linewidth=0.6, relpos=(0, 0.5))
-        style = dict(color=color, arrowprops=pointer if y > value + height / 3 else None)
-        axis.annotate(text, (1, value), (1.02, y), along, va="center", **style)
+        y = max(value, y + 0.17 / inches * (top - bottom))
+        style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
+        axis.annotate(text, (1, value), (1.025, y), along, va="center", **style)
 
 
 # -- runs
 
 
-def plot_run(log_dir: str | Path) -> None:
-    """Draws log_dir/loss.png."""
+def plot_run(log_dir: str | Path) -> Any:
+    """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
-    save_picture(plot_loss(log_dir), Path(log_dir) / "loss.png")
-
-
-def plot_loss(log_dir: str | Path) -> Any:
-    """Draws training and validation loss, and HellaSwag if it was scored."""
     run = read_run(log_dir)
     draws = [draw_loss]
     if scored([run]) and len(run.streams["hella"][0]) > 1:
@@ -141,6 +100,7 @@ def plot_loss(log_dir: str | Path) -> Any:
     for axis, draw in zip(axes, draws, strict=True):
         draw(axis, [run])
     axes[0].set_title(title_of(run))
+    save_picture(figure, Path(log_dir) / "loss.png")
     return figure
 
 
@@ -155,20 +115,17 @@ def redraw(log_dir: str | Path) -> bool:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Writes a figure as a PNG file, whole or not at all."""
+    """Writes a figure as NAME.png, or as NAME.svg and NAME-dark.svg, which are transparent."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png")
+    is_svg = path.suffix == ".svg"
+    options = dict(transparent=True, metadata=dict(Date=None, Creator=None)) if is_svg else {}
+    figure.savefig(picture, format=path.suffix[1:], **options)
     write_whole(path, picture.getvalue())
-
-
-def save_for_pages(figure: Any, path: Path) -> None:
-    """Writes PATH.svg and, for dark pages, PATH-dark.svg. Both are transparent."""
-    picture = io.BytesIO()
-    figure.savefig(picture, format="svg", transparent=True, metadata=dict(Date=None, Creator=None))
-    light = picture.getvalue().decode()
-    dark = re.sub("|".join(DARK), lambda color: DARK[color[0]], light)
-    write_whole(path.with_suffix(".svg"), light.encode())
-    write_whole(path.with_name(f"{path.name}-dark.svg"), dark.encode())
+    if is_svg:
+        dark = picture.getvalue().decode()
+        for color, instead in zip(LIGHT, DARK.split(), strict=True):
+            dark = dark.replace(color, instead)
+        write_whole(path.with_stem(f"{path.stem}-dark"), dark.encode())
 
 
 def text_of(run: LoggedRun) -> str:
@@ -212,17 +169,19 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
             mean, deviation = average(losses)
-            few = np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int)
+            few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
             axis.plot(steps[few] * unit, mean[few], color=color)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
                 labels.append((mean[-1], f"training {mean[-1]:.2f}", color))
-                mark_resumes(axis, run, steps, mean)
+                resumes = [record["step"] for record in starts_of(run.records)[1:]]
+                crosses = dict(color=BLACK, markersize=7, markeredgewidth=1.6)
+                axis.plot(resumes, np.interp(resumes, steps, mean), "x", **crosses)
+                axis.set_xlabel("step (×: interrupted, then resumed)" if resumes else "step")
             if alone and deviation.any():
-                low = np.maximum(mean - deviation, losses.min())
-                band = (steps[few], low[few], (mean + deviation)[few])
-                axis.fill_between(*band, color=color, alpha=0.1, linewidth=0)
-                labels.append((low[-1], "± one deviation", color))
+                band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
+                axis.fill_between(steps[few], *band[:, few], color=color, alpha=0.1, linewidth=0)
+                labels.append((band[0, -1], "± one deviation", color))
         if "val" in run.streams:
             steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
@@ -239,22 +198,13 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     label_lines(axis, labels)
 
 
-def mark_resumes(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:
-    """Marks on the curve where a run was stopped or killed, and resumed."""
-    resumes = [record["step"] for record in starts_of(run.records)[1:]]
-    if resumes:
-        losses = np.interp(resumes, steps, mean)
-        style = dict(color=BLACK, markersize=7, markeredgewidth=1.6, zorder=3)
-        axis.plot(resumes, losses, "x", label="interrupted, then resumed", **style)
-        tidy(axis)
-
-
 def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
     """Which steps are after the first tenth of a run; the last step, if all are earlier.
 
     The view ends above their losses. Otherwise the untrained model's would take most of it.
     """
-    return steps >= min(last_step(run) / 10, steps[-1])
+    last = max(steps[-1] for steps, _ in run.streams.values())
+    return steps >= min(last / 10, steps[-1])
 
 
 def draw_levels(axis: Any, levels: dict[str, float]) -> list[Label]:
@@ -292,26 +242,27 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     label_lines(axis, labels)
 
 
-def plot_samples(log_dir: str | Path, steps: list[int]) -> Any:
-    """Draws a run's losses and, above them, what it wrote after each of the steps."""
+def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
+    """Draws a run's losses and, above them, samples after so many minutes; math.inf: the last."""
     run = read_run(log_dir)
     figure, [axis] = new_figure(1, 1, 4.8)
     draw_loss(axis, [run])
-    samples = dict(zip(*run.series("samples", "samples"), strict=True))
-    mean, _ = average(np.array(run.streams["train"][1]))
-    for i, step in enumerate(steps):
-        minutes = np.interp(step, *run.series("wall")) / 60
-        written = re.sub("  +", "  ", samples[step][0])  # code may begin far to the right
+    steps, samples = run.series("samples", "samples")
+    minutes = np.interp(steps, *run.series("wall")) / 60
+    trained, losses = run.streams["train"]
+    mean, _ = average(np.array(losses))
+    for i, moment in enumerate(moments):
+        k = min(np.searchsorted(minutes, moment - 0.5), len(steps) - 1)
+        written = re.sub("  +", "  ", samples[k][0])  # code may begin far to the right
         lines = [x for line in written.splitlines() for x in textwrap.wrap(line, 36)]
-        text = "\n".join([f"{minutes:.0f} minutes, step {step:,}", "", *lines[:4]])
-        loss = min(np.interp(step, run.streams["train"][0], mean), axis.get_ylim()[1])
-        column = 1.16 * i / len(steps)  # there are no axes below the labels at the right
-        across = np.clip((step / last_step(run) - column) * len(steps), 0, 1)
+        text = "\n".join([f"{minutes[k]:.0f} minutes, step {steps[k]:,}", "", *lines[:4]])
+        point = (steps[k], min(np.interp(steps[k], trained, mean), axis.get_ylim()[1]))
+        column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
+        across = np.clip((steps[k] / trained[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
-        axis.annotate(text, (step, loss), (column, 1.06), "data", axis.transAxes, **style)
-    device = starts_of(run.records)[-1]["device"]["name"]
-    set_headline(figure, f"{title_of(run)}: {minutes:.0f} minutes on {device}")
+        axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
+    axis.set_title(title_of(run), pad=80)
     return figure
 
 
@@ -326,6 +277,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
             axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
         axis.set(ylabel=title, yscale=yscale)
         label_x(axis, "step")
+        axis.legend()
     axes[-1].set_ylim(bottom=0)
     return figure
 
@@ -337,13 +289,11 @@ def plot_comparison(result: dict[str, Any]) -> Any:
     """Draws what compare.py found: each arm's losses by tokens, and its differences to the base."""
     figure, [losses, differences] = new_figure(1, 2, 3.6)
     measure = result.get("measure", "validation loss")
-    arms = result["arms"]
-    names = name_arms(arms)
+    names = name_arms(result["arms"])
     labels = []
-    means = {}
-    for arm, name, color in zip(arms, names, cycle(COLORS)):
-        ended = [run for run in arm["runs"] if run["val_loss"] is not None]
-        if ended:
+    found = []
+    for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
+        if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
             start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
             millions = np.array(ended[0]["tokens"][start:]) / 1e6
             seeds = np.array([run["losses"][start:] for run in ended])
@@ -353,49 +303,41 @@ def plot_comparison(result: dict[str, Any]) -> Any:
             labels.append((seeds.mean(0)[-1], name, color))
         against = arm["against"]
         if "mean" in against:
-            means[against["mean"]] = (name, against["half"])
+            found.append((against["mean"], against["half"], name))
             points = against["differences"]
             differences.plot(points, [name] * len(points), "|", color=color, markersize=9)
-            style = dict(color=color, markersize=5, linewidth=1.4)
-            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", **style)
-    set_headline(figure, describe_best(means, names[0], measure))
-    losses.set_title("Mean and range of the seeds", fontsize=9)
-    losses.set_ylabel(measure)
-    losses.margins(x=0)
+            differences.errorbar(*found[-1][::2], xerr=against["half"], fmt="o", color=color)
+    unit = "nats" if measure == "validation loss" else measure
+    title = describe_best(found, names[0], unit) if found else ""
+    losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
     label_x(losses, "tokens (millions)")
     label_lines(losses, labels)
     differences.axvline(0, color=BLACK, linewidth=0.8)
-    differences.margins(y=0.3)
+    differences.margins(x=0.1, y=0.3)
     differences.invert_yaxis()
-    differences.set_title("Each seed, mean and 95% interval", fontsize=9)
+    differences.set_title("Each seed, mean and 95% interval")
     differences.set_xlabel(f"final {measure} minus that of {names[0]}")
-    tidy(differences)
     return figure
 
 
 def name_arms(arms: list[dict]) -> list[str]:
-    """Optimizer and learning rate, if only these differ between the recipes; else the arms' names."""
+    """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
     recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
-    names = []
-    others = []
-    for recipe in recipes:
-        optimizer = recipe.pop("optimizer", "").replace("adamw", "AdamW").replace("muon", "Muon")
-        rate = np.format_float_scientific(recipe.pop("learning_rate", 0), trim="-", exp_digits=1)
-        names.append(f"{optimizer}, {rate}")
-        others.append(recipe)
-    alike = others.count(others[0]) == len(arms) == len(set(names))
-    return names if alike else [arm["name"] for arm in arms]
+    pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
+    if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
+        return [arm["name"] for arm in arms]
+    shown = dict(adamw="AdamW", muon="Muon")
+    return [
+        f"{shown[name]}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
+        for name, rate in pairs
+    ]
 
 
-def describe_best(means: dict[float, tuple], base: str, measure: str) -> str:
-    """The arm that ends lowest, beside the base. means: the difference of each, its name and half."""
-    if not means:
-        return ""
-    mean = min(means)
-    name, half = means[mean]
+def describe_best(found: list[tuple], base: str, unit: str) -> str:
+    """What the arm with the lowest mean shows. found: mean, half of its interval, name."""
+    mean, half, name = min(found)
     if abs(mean) <= half:
-        return f"No difference can be seen between {name} and {base}"
-    unit = "nats" if measure == "validation loss" else measure
+        return f"No difference between {name} and {base} can be seen"
     return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
 
 
