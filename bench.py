@@ -339,7 +339,7 @@ def describe_fastest(rows: list[dict]) -> str:
     best = max(faster, key=lambda row: row["speedup"])
     bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
     base = "without it" if best["name"].startswith("+") else bases[-1]
-    return f"{best['name'].capitalize()}: {best['speedup']:.2f} × as fast as {base}"
+    return f"{best['name'][0].upper()}{best['name'][1:]}: {best['speedup']:.2f} × as fast as {base}"
 
 
 # -- the command

@@ -61,17 +61,13 @@ def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
     return [1] * len(runs)
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Averages the `window` values (an odd number) around each; at the ends, those that exist."""
-    around = np.ones(window)
-    return np.convolve(values, around, "same") / np.convolve(np.ones(len(values)), around, "same")
-
-
 def average(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The mean around each value, and the deviation there: 0 in a short run."""
-    window = min(51, len(values) // 25 | 1)
-    mean = smooth(values, window)
-    return mean, np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
+    """The mean of up to 51 values around each, and their deviation: 0 in a short run."""
+    around = np.ones(min(51, len(values) // 25 | 1))
+    count = np.convolve(np.ones(len(values)), around, "same")  # fewer at the ends
+    mean = np.convolve(values, around, "same") / count
+    square = np.convolve(np.square(values), around, "same") / count
+    return mean, np.sqrt(np.maximum(0, square - mean**2))
 
 
 def label_lines(axis: Any, labels: list[Label]) -> None:
@@ -118,8 +114,8 @@ def save_picture(figure: Any, path: Path) -> None:
     """Writes a figure as NAME.png, or as NAME.svg and NAME-dark.svg, which are transparent."""
     picture = io.BytesIO()
     is_svg = path.suffix == ".svg"
-    options = dict(transparent=True, metadata=dict(Date=None, Creator=None)) if is_svg else {}
-    figure.savefig(picture, format=path.suffix[1:], **options)
+    nothing = dict(Date=None, Creator=None) if is_svg else {}
+    figure.savefig(picture, format=path.suffix[1:], transparent=is_svg, metadata=nothing)
     write_whole(path, picture.getvalue())
     if is_svg:
         dark = picture.getvalue().decode()
@@ -175,8 +171,8 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             if alone:
                 labels.append((mean[-1], f"training {mean[-1]:.2f}", color))
                 resumes = [record["step"] for record in starts_of(run.records)[1:]]
-                crosses = dict(color=BLACK, markersize=7, markeredgewidth=1.6)
-                axis.plot(resumes, np.interp(resumes, steps, mean), "x", **crosses)
+                crossed = np.interp(resumes, steps, mean)
+                axis.plot(resumes, crossed, "x", color=BLACK, ms=7, mew=1.6)
                 axis.set_xlabel("step (×: interrupted, then resumed)" if resumes else "step")
             if alone and deviation.any():
                 band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
@@ -235,8 +231,7 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         steps, scores = map(np.array, run.streams["hella"])
         error = np.sqrt(scores * (1 - scores) / examples_of(run))
-        style = dict(color=color, markersize=3, clip_on=False)
-        axis.errorbar(steps * unit, scores, yerr=error, fmt="o-", **style)
+        axis.errorbar(steps * unit, scores, error, fmt="o-", color=color, ms=3, clip_on=False)
         labels.append((scores[-1], f"{run.name} {scores[-1]:.3f}", color))
     axis.set_ylabel("HellaSwag accuracy (normalized)")
     label_lines(axis, labels)
@@ -249,16 +244,15 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     draw_loss(axis, [run])
     steps, samples = run.series("samples", "samples")
     minutes = np.interp(steps, *run.series("wall")) / 60
-    trained, losses = run.streams["train"]
-    mean, _ = average(np.array(losses))
+    curve = next(line.get_data() for line in axis.lines if line.get_color() == BLUE)
     for i, moment in enumerate(moments):
-        k = min(np.searchsorted(minutes, moment - 0.5), len(steps) - 1)
+        k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
         written = re.sub("  +", "  ", samples[k][0])  # code may begin far to the right
         lines = [x for line in written.splitlines() for x in textwrap.wrap(line, 36)]
         text = "\n".join([f"{minutes[k]:.0f} minutes, step {steps[k]:,}", "", *lines[:4]])
-        point = (steps[k], min(np.interp(steps[k], trained, mean), axis.get_ylim()[1]))
+        point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
-        across = np.clip((steps[k] / trained[-1] - column) * len(moments), 0, 1)
+        across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
@@ -298,14 +292,14 @@ def plot_comparison(result: dict[str, Any]) -> Any:
             millions = np.array(ended[0]["tokens"][start:]) / 1e6
             seeds = np.array([run["losses"][start:] for run in ended])
             losses.plot(millions, seeds.mean(0), color=color)
-            band = (millions, seeds.min(0), seeds.max(0))
-            losses.fill_between(*band, color=color, alpha=0.2, linewidth=0)
+            losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
             labels.append((seeds.mean(0)[-1], name, color))
         against = arm["against"]
         if "mean" in against:
             found.append((against["mean"], against["half"], name))
-            points = against["differences"]
-            differences.plot(points, [name] * len(points), "|", color=color, markersize=9)
+            differences.plot(
+                against["differences"], [name] * len(arm["runs"]), "|", color=color, ms=9
+            )
             differences.errorbar(*found[-1][::2], xerr=against["half"], fmt="o", color=color)
     unit = "nats" if measure == "validation loss" else measure
     title = describe_best(found, names[0], unit) if found else ""
@@ -328,7 +322,7 @@ def name_arms(arms: list[dict]) -> list[str]:
         return [arm["name"] for arm in arms]
     shown = dict(adamw="AdamW", muon="Muon")
     return [
-        f"{shown[name]}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
+        f"{shown.get(name, name)}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
         for name, rate in pairs
     ]
 

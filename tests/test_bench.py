@@ -223,12 +223,13 @@ def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_
 def test_a_picture_has_ratios_with_ranges_pale_without_a_difference_and_speeds_beside(alive):
     rows = fake_rows("a", "b", "c")
     rows[1] |= dict(speedup_low=1.9, speedup_high=2.1)
+    rows[1]["name"] = "b of AdamW"
     rows[2] |= dict(speedup=1.01, speedup_low=0.9, speedup_high=1.1)
     config = dict(model="tiny", against="", batch_size=1, sequence_length=1)
     result = dict(benchmarks={"generate": {"rows": rows}, "sweep": {"rows": rows}})
     result |= dict(device={"name": "a CPU"}, config=config)
     [axis] = bench.plot_benchmarks(result).axes
-    assert axis.get_title("left") == "B: 1.98 × as fast as a"
+    assert axis.get_title("left") == "B of AdamW: 1.98 × as fast as a"
     *drawn, one = axis.lines
     assert one.get_xdata() == [1, 1]
     spans = [line.get_xdata().tolist() for line in drawn if len(line.get_xdata()) == 2]
@@ -236,7 +237,7 @@ def test_a_picture_has_ratios_with_ranges_pale_without_a_difference_and_speeds_b
     assert [line.get_color() for line in drawn] == [bench.BLUE] * 2 + [bench.PALE] * 2
     beside = [text.get_text().split() for text in axis.texts]
     assert beside == [
-        ["base", "8.0", "tokens/s"],
+        ["base", f"{rows[0]['median']:.1f}", "tokens/s"],
         ["1.98", "×", f"{rows[1]['median']:.1f}", "tokens/s"],
         ["1.01", "×", f"{rows[2]['median']:.1f}", "tokens/s"],
     ]
