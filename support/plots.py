@@ -131,7 +131,7 @@ def text_of(run: LoggedRun) -> str:
 
 def title_of(run: LoggedRun) -> str:
     """The text that a run trains on, and the size of its model where that was recorded."""
-    text = TEXTS.get(text_of(run), text_of(run))
+    text = (TEXTS | {"?": run.name}).get(text_of(run), text_of(run))
     millions = next((r["parameters"] for r in run.records if "parameters" in r), 0) / 1e6
     return f"{text}, {millions:.{int(millions < 10)}f} million parameters" if millions else text
 
