@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from benchmarks import peers
@@ -25,7 +24,7 @@ from support.common import Count, CountOrZero, parse_flags, run_script, write_wh
 from support.compile import why_not_compile
 from support.device import peak_flops, pick_device, pick_dtype
 from support.distributed import World
-from support.plots import BLUE, PALE, new_figure, save_picture, tidy
+from support.plots import BLACK, BLUE, PALE, new_figure, save_picture
 from support.report import describe_run
 
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
@@ -57,7 +56,7 @@ class BenchConfig:
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = "log/bench"  # the results go to OUT.json and OUT.png
+    out: str = "log/bench"  # the results go to OUT.json, and ratios also to OUT.png
 
 
 # -- the machine
@@ -206,6 +205,8 @@ BENCHMARKS = {  # flag: what it runs, and its title
     "hellaswag": (compare_scoring, "Scoring HellaSwag"),
 }
 
+TABLES = ("sweep", "scaling")  # they have no picture
+
 
 def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
     """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far."""
@@ -222,7 +223,8 @@ def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
             rows.append(row)
             record = json.dumps(result, indent=1, default=str)
             write_whole(Path(f"{config.out}.json"), record.encode())
-            save_picture(plot_benchmarks(result), Path(f"{config.out}.png"))
+            if figure := plot_benchmarks(result):
+                save_picture(figure, Path(f"{config.out}.png"))
     return result
 
 
@@ -259,6 +261,14 @@ def title_of(benchmark: str, result: dict) -> str:
     return title.format(B=config["batch_size"], T=config["sequence_length"], peer=peer)
 
 
+def show_bound(bound: float) -> str:
+    """Two decimals, or more if they would hide on which side of 1 the bound is."""
+    digits = 2
+    while round(bound, digits) == 1 != bound:
+        digits += 1
+    return f"{bound:.{digits}f}"
+
+
 def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, the range of that, and what it shows."""
     if "speedup" not in row:
@@ -270,7 +280,7 @@ def describe_ratio(row: dict) -> str:
     shown = "no difference shown"
     if low > 1 or high < 1:
         shown = "faster" if low > 1 else "slower"
-    return f"{row['speedup']:.2f} × ({low:.2f} to {high:.2f}): {shown}"
+    return f"{row['speedup']:.2f} × ({show_bound(low)} to {show_bound(high)}): {shown}"
 
 
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
@@ -289,32 +299,47 @@ def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
 
 
 def plot_benchmarks(result: dict) -> Any:
-    """A picture of a result: a panel for each comparison, a bar for each row without an error."""
-    panels = {title_of(name, result): each["rows"] for name, each in result["benchmarks"].items()}
-    height = 1.7 + 0.45 * max(map(len, panels.values()))  # inches
-    figure, axes = new_figure(len(panels), 1, height)
-    for axis, title in zip(axes, panels, strict=True):
-        draw_bars(axis, title, panels[title])
-    figure.suptitle(f"{result['config']['model']} on {result['device']['name']}", fontsize=10)
-    if any("beside" in row for rows in panels.values() for row in rows):
-        figure.supxlabel("grey: the base of the blue bar below it, in the same turns", fontsize=9)
+    """Draws a panel for each comparison that is not a table only; None if there is none."""
+    panels = {k: each["rows"] for k, each in result["benchmarks"].items() if k not in TABLES}
+    if not panels:
+        return None
+    figure, axes = new_figure(len(panels), 1, 1.2 + 0.28 * max(map(len, panels.values())))
+    for axis, (name, rows) in zip(axes, panels.items(), strict=True):
+        draw_ratios(axis, [row for row in rows if "error" not in row])
+        about = f"{title_of(name, result)}: {result['config']['model']}"
+        axis.set_xlabel(f"{about} on {result['device']['name']}")
     return figure
 
 
-def draw_bars(axis: Any, title: str, rows: list[dict]) -> None:
-    """For each row a bar as long as it is fast; above it, that of its base in the same turns."""
-    axis.set_xlabel(f"{rows[0]['unit'].replace('/s', ' per second')} (longer is faster)")
-    rows = [row for row in rows if "error" not in row]
-    places = np.arange(len(rows))
-    labels = [f"{row['median']:,.1f}   {describe_ratio(row)}" for row in rows]
-    axis.barh(places - 0.17, [row.get("beside", 0) for row in rows], height=0.34, color=PALE)
-    bars = axis.barh(places + 0.17, [row["median"] for row in rows], height=0.34, color=BLUE)
-    axis.bar_label(bars, labels, padding=4, fontsize=9)
-    axis.set_yticks(places, [row["name"] for row in rows])
-    axis.invert_yaxis()
-    axis.margins(x=0.75)  # room for the labels
-    axis.set_title(title, fontsize=10)
-    tidy(axis)
+def draw_ratios(axis: Any, rows: list[dict]) -> None:
+    """A row's ratio to its base with its range, pale if it shows no difference. Then its speed."""
+    for place, row in enumerate(rows):
+        ratio = "base"
+        if "speedup" in row:
+            color = BLUE if describe_ratio(row).endswith(("faster", "slower")) else PALE
+            axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
+            axis.plot(row["speedup"], place, "o", color=color, markersize=5)
+            ratio = f"{row['speedup']:.2f} ×"
+        text = f"{ratio:>6}{row['median']:>9,.1f} {row['unit']}"
+        style = dict(textcoords="offset points", va="center", family="monospace", fontsize=8)
+        axis.annotate(text, (1, place), (6, 0), axis.get_yaxis_transform(), **style)
+    axis.set_title(describe_fastest(rows))
+    axis.axvline(1, color=BLACK, linewidth=0.8)
+    axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
+    axis.set_ylim(max(1, len(rows)) - 0.5, -0.5)
+    axis.margins(x=0.05)
+    axis.xaxis.set_major_formatter("{x:g} ×")
+
+
+def describe_fastest(rows: list[dict]) -> str:
+    """The row that gains most on its base."""
+    faster = [row for row in rows if describe_ratio(row).endswith("faster")]
+    if not faster:
+        return "No row is shown to be faster than its base"
+    best = max(faster, key=lambda row: row["speedup"])
+    bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
+    base = "without it" if best["name"].startswith("+") else bases[-1]
+    return f"{best['name'][0].upper()}{best['name'][1:]}: {best['speedup']:.2f} × as fast as {base}"
 
 
 # -- the command
@@ -326,7 +351,7 @@ def main(args: list[str]) -> None:
     print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
     for name, benchmark in result["benchmarks"].items():
         print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
-    print(f"\nplot: {config.out}.png")
+    print(f"\nrecord: {config.out}.json")
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ from support.distributed import World
 from support.plots import (
     BLACK,
     COLORS,
+    TEXTS,
     draw_levels,
     label_lines,
     label_x,
@@ -172,7 +173,7 @@ def summarize(result: dict) -> list[dict]:
 
 def plot_minutes(result: dict) -> Any:
     """Bits per byte by minutes: a line for the best run of each side."""
-    figure, [axis] = new_figure(1, 1, 5)
+    figure, [axis] = new_figure(1, 1)
     data = Path(result["config"]["data_dir"]).name
     labels = draw_levels(axis, LEVELS.get(data, {}))
     rows = {row["name"]: row for row in reversed(summarize(result))}
@@ -181,11 +182,15 @@ def plot_minutes(result: dict) -> Any:
         row = rows[name]
         minutes = [seconds / 60 for _, seconds, _ in row["points"]]
         scores = [bits for *_, bits in row["points"]]
-        axis.plot(minutes, scores, "o-", color=color, markersize=3)
+        axis.plot(minutes, scores, "o-", color=color, markersize=3, clip_on=False)
         axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
         labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
     axis.plot([], [], ":", color=BLACK, label="compiling")
-    axis.set_ylabel(f"bits per byte of held-out text, {data}")
+    best = {row["name"].partition(",")[0]: row["bits"] for row in reversed(summarize(result))}
+    shown = ", ".join(f"{name} {best[name]:.2f}" for name in sorted(best, key=best.__getitem__))
+    axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
+    axis.legend()
+    axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
     label_x(axis, "minutes of training")
     label_lines(axis, labels)
     return figure

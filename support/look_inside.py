@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from support import GPT
-from support.plots import BLACK, COLORS, new_figure, tidy
+from support.plots import BLACK, COLORS, new_figure
 
 
 def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
@@ -37,11 +37,10 @@ def plot_positions(model: GPT) -> Any:
     U, S, _ = np.linalg.svd(model.transformer.wpe.weight.numpy(force=True), full_matrices=False)
     values.plot(S, color=BLACK)
     values.set(xlabel="number, largest first", ylabel="singular value", title="position embeddings")
-    tidy(values)
     for k in range(3):
         waves.plot(U[:, k] * S[k], color=COLORS[k], label=f"number {k}")
     waves.set(xlabel="position", ylabel="weight", title="the three strongest, along positions")
-    tidy(waves)
+    waves.legend()
     return figure
 
 
@@ -53,5 +52,6 @@ def plot_attention(pattern: np.ndarray, tokens: list[str], title: str) -> Any:
     labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
     axis.set_xticks(range(len(tokens)), labels, rotation=90)
     axis.set_yticks(range(len(tokens)), labels)
+    axis.grid(False)
     axis.set(xlabel="looked at", ylabel="looking", title=title)
     return figure

@@ -3,6 +3,8 @@
 import gc
 import io
 import json
+import re
+import textwrap
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -11,46 +13,42 @@ from typing import Any
 import numpy as np
 
 from support.common import first_line, say, write_whole
-from support.log import RECENT, LoggedRun, read_run
+from support.log import LoggedRun, read_run, starts_of
 
 # Colour-blind readers can tell these apart, and none is pale (contrast to white above 3:1).
 # From Okabe & Ito's palette; the purple is Tol's, which is darker.
-BLUE = "#0072B2"
-RED = "#D55E00"
-BLACK = "#000000"
-PALE = "#949494"  # for bars beside others
-COLORS = (BLUE, RED, "#009E73", "#AA4499", BLACK)  # the third is green, the fourth purple
+BLUE = "#0072b2"
+RED = "#d55e00"
+BLACK = "#1f2328"
+PALE = "#949494"  # for what shows no difference
+COLORS = (BLUE, RED, "#009e73", "#aa4499", BLACK)  # the third is green, the fourth purple
+# Those, and the ticks, grid and paper of gpt2.mplstyle: on light pages, and on dark ones
+LIGHT = (*COLORS, PALE, "#59636e", "#d1d9e0", "#ffffff")
+DARK = "#58a6ff #f0883e #3fb98f #d67fc8 #e6edf3 #6e7681 #9198a1 #30363d #0d1117"
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
 Label = tuple[float, str, str]  # a value, its text, its colour
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
+TEXTS = {"tinyshakespeare": "Tiny Shakespeare", "python": "Python source"}
 
 
 # -- figures and axes
 
 
 def new_figure(rows: int, columns: int, height: float = 4.0) -> tuple[Any, list]:
-    """A figure as wide as a notebook, and the list of its axes; height: inches per row."""
+    """A figure as wide as a page on GitHub, and the list of its axes; height: inches per row."""
+    import matplotlib.style
     from matplotlib.figure import Figure  # not pyplot's, which would keep it in memory
 
-    figure = Figure((9.6, height * rows), dpi=120, layout="constrained", facecolor="white")
+    matplotlib.style.use(Path(__file__).with_name("gpt2.mplstyle"))
+    figure = Figure((8.6, height * rows), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
-def tidy(axis: Any) -> None:
-    """Adds a light grid and, if something is labelled, a legend. Removes the frame."""
-    axis.grid(alpha=0.25)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-    if axis.get_legend_handles_labels()[1]:
-        axis.legend(frameon=False, fontsize=9)
 
 
 def label_x(axis: Any, label: str) -> None:
     axis.set_xlabel(label)
     axis.locator_params(axis="x", nbins=6, integer=label == "step")
     axis.xaxis.set_major_formatter("{x:,g}")
-    tidy(axis)
 
 
 def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
@@ -63,39 +61,31 @@ def scale_x(axis: Any, runs: list[LoggedRun]) -> list[float]:
     return [1] * len(runs)
 
 
-def smooth(values: np.ndarray, window: int) -> np.ndarray:
-    """Averages the `window` values (an odd number) around each; at the ends, those that exist."""
-    around = np.ones(window)
-    return np.convolve(values, around, "same") / np.convolve(np.ones(len(values)), around, "same")
-
-
-def draw_smoothed(axis: Any, x: np.ndarray, values: np.ndarray, color: str) -> np.ndarray:
-    """Draws and returns the average around each point. Long runs get a band of one deviation."""
-    window = min(51, len(values) // 25 | 1)
-    mean = smooth(values, window)
-    if window > 1:
-        deviation = np.sqrt(np.maximum(0, smooth(np.square(values), window) - mean**2))
-        low = np.maximum(mean - deviation, values.min())
-        axis.fill_between(x, low, mean + deviation, color=color, alpha=0.2, linewidth=0)
-    axis.plot(x, mean, color=color, linewidth=1.4)
-    return mean
+def average(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of up to 51 values around each, and their deviation: 0 in a short run."""
+    around = np.ones(min(51, len(values) // 25 | 1))
+    count = np.convolve(np.ones(len(values)), around, "same")  # fewer at the ends
+    mean = np.convolve(values, around, "same") / count
+    square = np.convolve(np.square(values), around, "same") / count
+    return mean, np.sqrt(np.maximum(0, square - mean**2))
 
 
 def label_lines(axis: Any, labels: list[Label]) -> None:
     """Names values at the right edge. Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
+    inches = axis.get_position().height * axis.figure.get_figheight()
     y = -np.inf
     for value, text, color in sorted(labels):
-        y = max(value, y + 0.07 * (top - bottom))
+        y = max(value, y + 0.17 / inches * (top - bottom))
         style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
-        axis.annotate(text, (1, value), (1.02, y), along, fontsize=9, va="center", **style)
+        axis.annotate(text, (1, value), (1.025, y), along, va="center", **style)
 
 
 # -- runs
 
 
-def plot_run(log_dir: str | Path) -> None:
+def plot_run(log_dir: str | Path) -> Any:
     """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
     run = read_run(log_dir)
@@ -105,9 +95,9 @@ def plot_run(log_dir: str | Path) -> None:
     figure, axes = new_figure(1, len(draws))
     for axis, draw in zip(axes, draws, strict=True):
         draw(axis, [run])
-    title = "GPT-2, {n_layer} layers, {n_embd} wide, on {text}, {total_batch_size:,} tokens a step"
-    figure.suptitle(title.format(text=text_of(run), **run.config), fontsize=11)
-    save_picture(figure, Path(log_dir) / "loss.png", dpi=150)
+    axes[0].set_title(title_of(run))
+    save_picture(figure, Path(log_dir) / "loss.png")
+    return figure
 
 
 def redraw(log_dir: str | Path) -> bool:
@@ -120,16 +110,30 @@ def redraw(log_dir: str | Path) -> bool:
         return False
 
 
-def save_picture(figure: Any, path: Path, **options: Any) -> None:
-    """Writes a figure as a PNG file, whole or not at all. The options are savefig's."""
+def save_picture(figure: Any, path: Path) -> None:
+    """Writes a figure as NAME.png, or as NAME.svg and NAME-dark.svg, which are transparent."""
     picture = io.BytesIO()
-    figure.savefig(picture, format="png", **options)
+    is_svg = path.suffix == ".svg"
+    nothing = dict(Date=None, Creator=None) if is_svg else {}
+    figure.savefig(picture, format=path.suffix[1:], transparent=is_svg, metadata=nothing)
     write_whole(path, picture.getvalue())
+    if is_svg:
+        dark = picture.getvalue().decode()
+        for color, instead in zip(LIGHT, DARK.split(), strict=True):
+            dark = dark.replace(color, instead)
+        write_whole(path.with_stem(f"{path.stem}-dark"), dark.encode())
 
 
 def text_of(run: LoggedRun) -> str:
     """The name of the text that a run trains on. Losses on different texts are not compared."""
     return Path(run.config.get("data_dir", "?")).name
+
+
+def title_of(run: LoggedRun) -> str:
+    """The text that a run trains on, and the size of its model where that was recorded."""
+    text = (TEXTS | {"?": run.name}).get(text_of(run), text_of(run))
+    millions = next((r["parameters"] for r in run.records if "parameters" in r), 0) / 1e6
+    return f"{text}, {millions:.{int(millions < 10)}f} million parameters" if millions else text
 
 
 def size_of(run: LoggedRun) -> str:
@@ -144,12 +148,12 @@ def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     figure, axes = new_figure(len(texts), 1)
     for axis, text in zip(axes, texts, strict=True):
         draw(axis, [run for run in runs if text_of(run) == text])
-        axis.set_title(f"on {text}", fontsize=10)
+        axis.set_title(TEXTS.get(text, text))
     return figure
 
 
 def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
-    """Draws training loss, smoothed, and validation loss as dots."""
+    """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
     levels = {}
     for size in map(size_of, runs):
@@ -160,12 +164,20 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
-            mean = draw_smoothed(axis, steps * unit, losses, color)
+            mean, deviation = average(losses)
+            few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
+            axis.plot(steps[few] * unit, mean[few], color=color)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
-                last = losses[-RECENT:]
-                text = f"training {last.mean():.2f} (last {len(last)})"
-                labels.append((last.mean(), text, color))
+                labels.append((mean[-1], f"training {mean[-1]:.2f}", color))
+                resumes = [record["step"] for record in starts_of(run.records)[1:]]
+                crossed = np.interp(resumes, steps, mean)
+                axis.plot(resumes, crossed, "x", color=BLACK, ms=7, mew=1.6)
+                axis.set_xlabel("step (×: interrupted, then resumed)" if resumes else "step")
+            if alone and deviation.any():
+                band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
+                axis.fill_between(steps[few], *band[:, few], color=color, alpha=0.1, linewidth=0)
+                labels.append((band[0, -1], "± one deviation", color))
         if "val" in run.streams:
             steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
@@ -173,14 +185,12 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, ms=5.5, mec="white")
-            if alone and not seen[0]:
-                point_above(axis, steps[0], losses[0])
+            style = dict(color=ink, markersize=5.5, markeredgecolor="white", clip_on=False)
+            axis.plot(steps[seen] * unit, losses[seen], "o-", **style)
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
-    band = "; band: one deviation" if axis.collections else ""
-    axis.set_ylabel(f"loss (nats per token){band}")
+    axis.set_ylabel("loss (nats per token)")
     label_lines(axis, labels)
 
 
@@ -193,16 +203,10 @@ def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
     return steps >= min(last / 10, steps[-1])
 
 
-def point_above(axis: Any, x: float, loss: float) -> None:
-    axis.margins(x=0.11)
-    style = dict(color=RED, fontsize=8, ha="center", va="top")
-    axis.text(x, 0.99, f"▲\n{loss:.2f}\n(above)", transform=axis.get_xaxis_transform(), **style)
-
-
 def draw_levels(axis: Any, levels: dict[str, float]) -> list[Label]:
     """Draws published figures as dashed lines. Returns their labels for label_lines."""
     for y in levels.values():
-        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1.2)
+        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1)
     return [(y, name, BLACK) for name, y in levels.items()]
 
 
@@ -227,10 +231,33 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         steps, scores = map(np.array, run.streams["hella"])
         error = np.sqrt(scores * (1 - scores) / examples_of(run))
-        axis.errorbar(steps * unit, scores, yerr=error, fmt="o-", color=color, markersize=3)
+        axis.errorbar(steps * unit, scores, error, fmt="o-", color=color, ms=3, clip_on=False)
         labels.append((scores[-1], f"{run.name} {scores[-1]:.3f}", color))
     axis.set_ylabel("HellaSwag accuracy (normalized)")
     label_lines(axis, labels)
+
+
+def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
+    """Draws a run's losses and, above them, samples after so many minutes; math.inf: the last."""
+    run = read_run(log_dir)
+    figure, [axis] = new_figure(1, 1, 4.8)
+    draw_loss(axis, [run])
+    steps, samples = run.series("samples", "samples")
+    minutes = np.interp(steps, *run.series("wall")) / 60
+    curve = next(line.get_data() for line in axis.lines if line.get_color() == BLUE)
+    for i, moment in enumerate(moments):
+        k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
+        written = re.sub("  +", "  ", samples[k][0])  # code may begin far to the right
+        lines = [x for line in written.splitlines() for x in textwrap.wrap(line, 36)]
+        text = "\n".join([f"{minutes[k]:.0f} minutes, step {steps[k]:,}", "", *lines[:4]])
+        point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
+        column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
+        across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
+        arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
+        style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
+        axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
+    axis.set_title(title_of(run), pad=80)
+    return figure
 
 
 def plot_training(runs: list[LoggedRun]) -> Any:
@@ -244,6 +271,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
             axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
         axis.set(ylabel=title, yscale=yscale)
         label_x(axis, "step")
+        axis.legend()
     axes[-1].set_ylim(bottom=0)
     return figure
 
@@ -252,32 +280,59 @@ def plot_training(runs: list[LoggedRun]) -> Any:
 
 
 def plot_comparison(result: dict[str, Any]) -> Any:
-    """Draws what compare.py found: validation losses by tokens, and differences to the base."""
-    figure, (losses, differences) = new_figure(1, 2)
+    """Draws what compare.py found: each arm's losses by tokens, and its differences to the base."""
+    figure, [losses, differences] = new_figure(1, 2, 3.6)
     measure = result.get("measure", "validation loss")
-    for arm, color in zip(result["arms"], cycle(COLORS)):
-        name = arm["name"]
-        for run in arm["runs"]:
-            if run["val_loss"] is not None:
-                start = max(1, len(run["losses"]) // 10)  # the first fall would fill the picture
-                millions = np.array(run["tokens"][start:]) / 1e6
-                losses.plot(millions, run["losses"][start:], "o-", color=color, markersize=3)
-        losses.plot([], [], color=color, label=name)
+    names = name_arms(result["arms"])
+    labels = []
+    found = []
+    for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
+        if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
+            start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
+            millions = np.array(ended[0]["tokens"][start:]) / 1e6
+            seeds = np.array([run["losses"][start:] for run in ended])
+            losses.plot(millions, seeds.mean(0), color=color)
+            losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
+            labels.append((seeds.mean(0)[-1], name, color))
         against = arm["against"]
         if "mean" in against:
-            for difference in against["differences"]:
-                differences.plot(difference, name, "o", color="#666666")
-            half = against["half"]
-            differences.errorbar(against["mean"], name, xerr=half, fmt="D", color=color, capsize=5)
-    losses.set(ylabel=measure, title="a line for each seed")
+            found.append((against["mean"], against["half"], name))
+            differences.plot(
+                against["differences"], [name] * len(arm["runs"]), "|", color=color, ms=9
+            )
+            differences.errorbar(*found[-1][::2], xerr=against["half"], fmt="o", color=color)
+    unit = "nats" if measure == "validation loss" else measure
+    title = describe_best(found, names[0], unit) if found else ""
+    losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
     label_x(losses, "tokens (millions)")
-    differences.axvline(0, color=BLACK, linewidth=1)
-    differences.margins(y=0.3)
+    label_lines(losses, labels)
+    differences.axvline(0, color=BLACK, linewidth=0.8)
+    differences.margins(x=0.1, y=0.3)
     differences.invert_yaxis()
-    differences.set_title("each seed (dots), mean and 95% interval")
-    differences.set_xlabel(f"final {measure} minus the base's")
-    tidy(differences)
+    differences.set_title("Each seed, mean and 95% interval")
+    differences.set_xlabel(f"final {measure} minus that of {names[0]}")
     return figure
+
+
+def name_arms(arms: list[dict]) -> list[str]:
+    """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
+    recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
+    pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
+    if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
+        return [arm["name"] for arm in arms]
+    shown = dict(adamw="AdamW", muon="Muon")
+    return [
+        f"{shown.get(name, name)}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
+        for name, rate in pairs
+    ]
+
+
+def describe_best(found: list[tuple], base: str, unit: str) -> str:
+    """What the arm with the lowest mean shows. found: mean, half of its interval, name."""
+    mean, half, name = min(found)
+    if abs(mean) <= half:
+        return f"No difference between {name} and {base} can be seen"
+    return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
 
 
 # -- tables of the notebook

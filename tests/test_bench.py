@@ -197,6 +197,9 @@ def test_a_side_that_fails_says_why_and_the_next_has_the_base_before_it(alive, n
         [axis] = bench.plot_benchmarks(result).axes
         drawn = [label.get_text() for label in axis.get_yticklabels()]
         assert drawn == [row["name"] for row in shown if "median" in row]
+        assert axis.get_title("left") == "No row is shown to be faster than its base", (
+            "of one round"
+        )
 
 
 # -- what is reported
@@ -212,9 +215,32 @@ def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["versions"]["torch"] and result["git"] and result["command"].startswith("python")
     (row,) = result["benchmarks"]["sweep"]["rows"]
-    assert not bench.plot_benchmarks(result).get_supxlabel(), "there are no grey bars to explain"
+    assert bench.plot_benchmarks(result) is None and not (tmp_path / "here.png").exists()
     read = plan.read_mfu(str(tmp_path / "here.json"), re.escape(result["device"]["name"]))
-    assert read[0] == row["MFU"] > 0 and (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
+    assert read[0] == row["MFU"] > 0
+
+
+def test_a_picture_has_ratios_with_ranges_pale_without_a_difference_and_speeds_beside(alive):
+    rows = fake_rows("a", "b", "c")
+    rows[1] |= dict(speedup_low=1.9, speedup_high=2.1)
+    rows[1]["name"] = "b of AdamW"
+    rows[2] |= dict(speedup=1.01, speedup_low=0.9, speedup_high=1.1)
+    config = dict(model="tiny", against="", batch_size=1, sequence_length=1)
+    result = dict(benchmarks={"generate": {"rows": rows}, "sweep": {"rows": rows}})
+    result |= dict(device={"name": "a CPU"}, config=config)
+    [axis] = bench.plot_benchmarks(result).axes
+    assert axis.get_title("left") == "B of AdamW: 1.98 × as fast as a"
+    *drawn, one = axis.lines
+    assert one.get_xdata() == [1, 1]
+    spans = [line.get_xdata().tolist() for line in drawn if len(line.get_xdata()) == 2]
+    assert spans == [[row["speedup_low"], row["speedup_high"]] for row in rows[1:]]
+    assert [line.get_color() for line in drawn] == [bench.BLUE] * 2 + [bench.PALE] * 2
+    beside = [text.get_text().split() for text in axis.texts]
+    assert beside == [
+        ["base", f"{rows[0]['median']:.1f}", "tokens/s"],
+        ["1.98", "×", f"{rows[1]['median']:.1f}", "tokens/s"],
+        ["1.01", "×", f"{rows[2]['median']:.1f}", "tokens/s"],
+    ]
 
 
 def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_picture(
@@ -237,6 +263,9 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
     (0.9, 2.5, "2.00 × (0.90 to 2.50): no difference shown"),
     (0.7, 0.9, "2.00 × (0.70 to 0.90): slower"),
     (2.0, 2.0, "2.00 × (no range)"),
+    (0.9, 0.9962, "2.00 × (0.90 to 0.996): slower"),
+    (0.9, 1.0041, "2.00 × (0.90 to 1.004): no difference shown"),
+    (1.0, 2.5, "2.00 × (1.00 to 2.50): no difference shown"),
 ])  # fmt: skip
 def test_nothing_is_faster_whose_range_holds_1_or_that_has_no_range(low, high, shown):
     assert bench.describe_ratio(dict(speedup=2, speedup_low=low, speedup_high=high)) == shown

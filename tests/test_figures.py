@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from bench import format_table
+from bench import TABLES, format_table
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
@@ -93,9 +93,11 @@ def test_the_page_of_benchmarks_shows_each_record(name):
         f"revision {record['git']}:",
         f"`{record['command']}`, {record['peak'][0] / 1e12:.2f} TFLOP/s.",
         format_table(found["rows"]),
-        f"]({name.removesuffix('.json')}.png)",
     ]
     assert not [quote for quote in quotes if quote not in PAGE]
+    picture = f"{name.removesuffix('.json')}.png"
+    is_table = set(TABLES) & set(record["benchmarks"])
+    assert (f"]({picture})" in PAGE) == (not is_table) == (ROOT / "benchmarks" / picture).exists()
 
 
 def test_the_page_of_benchmarks_is_of_one_revision_and_short():

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from matplotlib.image import imread
 
 from config import PRESETS
@@ -103,7 +104,8 @@ def test_training_gets_its_loss_png_and_nothing_else_is_left_behind(tmp_path, mo
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_loss_can_be_drawn_from_the_first_evaluation_on(tmp_path, steps):
     run = read_run(write_run(tmp_path / "run", steps=steps, hella=False))
-    assert "validation " in labels(plots.plot_by_text(plots.draw_loss, [run]).axes[0])[-1]
+    drawn = labels(plots.plot_by_text(plots.draw_loss, [run]).axes[0])
+    assert [label for label in drawn if label.startswith("validation ")]
 
 
 def test_published_baselines_appear_for_their_own_text_and_size(tmp_path):
@@ -122,35 +124,85 @@ def test_published_baselines_appear_for_their_own_text_and_size(tmp_path):
     assert drawn(plots.draw_hellaswag) == "OpenAI's GPT-2 124M OpenAI's GPT-3 124M"
 
 
-def test_the_untrained_loss_is_an_arrow_and_not_a_ramp_across_the_picture(tmp_path):
-    run = read_run(write_run(tmp_path / "run"))
-    axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
-    above = "▲\n10.30\n(above)"
-    assert sorted(labels(axis)) == ["training 3.33 (last 10)", "validation 3.317", above]
+def test_a_picture_begins_at_0_ends_at_the_end_and_says_what_it_is(tmp_path):
+    run = write_run(tmp_path / "run", "data/tinyshakespeare", hella=False)
+    [axis] = plots.plot_run(run).axes
+    assert axis.get_title("left") == "Tiny Shakespeare, 124 million parameters"
+    assert axis.get_xlim() == (0, 60), "no dead space"
+    assert axis.get_ylim()[1] < 8, "the untrained loss would fill the picture"
+    assert axis.get_xlabel() == "step" and axis.get_ylabel() == "loss (nats per token)"
+    (run / "metrics.jsonl").unlink()
+    [axis] = plots.plot_run(run).axes
+    assert axis.get_title("left") == "run", "a log.txt does not say more"
 
 
-@pytest.mark.parametrize("steps, band", [(3, ""), (40, ""), (60, "; band: one deviation")])
-def test_a_label_points_to_the_value_it_prints_and_a_band_is_named(tmp_path, steps, band):
+@pytest.mark.parametrize("steps, band", [(3, False), (40, False), (60, True)])
+def test_a_label_stands_where_its_line_ends_and_a_band_has_its_own(tmp_path, steps, band):
     run = read_run(write_run(tmp_path / "run", "edu_fineweb10B", steps=steps))
     axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
-    named = [text for text in axis.texts if "(above)" not in text.get_text()]
+    named = [text for text in axis.texts if "deviation" not in text.get_text()]
     assert len(named) == 3
+    ends = [line.get_ydata()[-1] for line in axis.lines if len(line.get_ydata())]
     for text in named:
         value = float(re.search(r"\d+\.\d+", text.get_text())[0])
         assert text.xy[1] == pytest.approx(value, abs=0.006), text
-    assert axis.get_ylabel() == f"loss (nats per token){band}"
+        assert text.xy[1] in ends
+    assert ("± one deviation" in labels(axis)) == band == bool(axis.collections)
+    assert all(collection.get_alpha() == 0.1 for collection in axis.collections)
 
 
-@pytest.mark.parametrize("first, arrows", [(3.0, 0), (9.0, 1)])
-def test_all_lines_are_in_view_and_a_first_loss_too_unless_it_is_far_above(first, arrows):
+def test_a_cross_is_where_a_run_was_resumed(tmp_path):
+    run = write_run(tmp_path / "run", hella=False)
+    [axis] = plots.plot_run(run).axes
+    assert not [line for line in axis.lines if line.get_marker() == "x" and len(line.get_xdata())]
+    again = Log(run, is_main=True)
+    again.resume(40, True, read_metrics(run / "metrics.jsonl")[0])
+    again.record(40, "train", loss=3.5)
+    [axis] = plots.plot_run(run).axes
+    [cross] = [line for line in axis.lines if line.get_marker() == "x"]
+    curve = axis.lines[0]
+    assert cross.get_xdata() == [40] and cross.get_ydata() == curve.get_ydata()[-1]
+    assert "×: interrupted, then resumed" in axis.get_xlabel()
+
+
+def test_samples_stand_above_the_curve_with_an_arrow_to_their_point(tmp_path):
+    run = write_run(tmp_path / "run", hella=False)  # 2 s a step
+    [axis] = plots.plot_samples(run, [0.5, 1.3, 60]).axes
+    texts = [text for text in axis.texts if "minutes" in text.get_text()]
+    assert [text.xy[0] for text in texts] == [20, 40, 60], "the first after it, or the last"
+    assert texts[0].get_text() == "1 minutes, step 20\n\nso <far> 20\n$"
+    [curve] = [line for line in axis.lines if line.get_color() == plots.BLUE]
+    for text in texts[1:]:
+        assert text.xy[1] == pytest.approx(np.interp(text.xy[0], *curve.get_data()), abs=0.01)
+    assert axis.get_ylim()[1] >= texts[0].xy[1], "an arrow out of the axes is not drawn"
+
+
+def test_a_picture_for_pages_is_light_and_dark_and_always_the_same_bytes(tmp_path):
+    run = write_run(tmp_path / "run", hella=False)
+    for name in ("a", "b"):
+        plots.save_picture(plots.plot_run(run), tmp_path / f"{name}.svg")
+    light, dark = (tmp_path / "a.svg").read_text(), (tmp_path / "a-dark.svg").read_text()
+    assert (tmp_path / "b.svg").read_text() == light and len(light) < 150_000
+    assert plots.BLUE in light and plots.BLACK in light
+    assert not set(re.findall("#[0-9a-f]{6}", dark)) & set(plots.LIGHT)
+    assert len(set(re.findall("#[0-9a-f]{6}", light))) == len(set(re.findall("#[0-9a-f]{6}", dark)))
+
+
+def test_the_committed_pictures_of_pages_are_small():
+    for name in ("runs/quickstart/loss", "runs/laptop/samples", "benchmarks/compare/compare"):
+        for theme in ("", "-dark"):
+            assert (ROOT / f"{name}{theme}.svg").stat().st_size < 150_000
+
+
+@pytest.mark.parametrize("first, dots", [(3.0, 3), (9.0, 2)])
+def test_all_lines_are_in_view_and_a_first_loss_too_unless_it_is_far_above(first, dots):
     steps = list(range(200))
     streams = {"train": (steps, [3.0] * 200), "val": ([0, 100, 200], [first, 3.0, 3.0])}
     run = LoggedRun("tuned", streams, [], {"data_dir": "edu_fineweb10B"})
     axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
     assert 3.292 < axis.get_ylim()[1] < 4, "OpenAI's loss is higher than all of the run's"
-    assert sum("(above)" in label for label in labels(axis)) == arrows
     [validation] = [line for line in axis.lines if line.get_color() == plots.RED]
-    assert len(validation.get_ydata()) == 3 - arrows
+    assert len(validation.get_ydata()) == dots
 
 
 def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path):
@@ -159,7 +211,10 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     write_run(tmp_path / "c", total_batch_size=2000)
     runs = read_runs(str(tmp_path / "*"))
     stdlib, shakespeare = plots.plot_by_text(plots.draw_loss, runs).axes
-    assert (stdlib.get_title(), shakespeare.get_title()) == ("on stdlib", "on tinyshakespeare")
+    assert (stdlib.get_title("left"), shakespeare.get_title("left")) == (
+        "stdlib",
+        "Tiny Shakespeare",
+    )
     assert labels(stdlib) == ["a 3.317", "c 3.317"]
     assert [text.get_color() for text in stdlib.texts] == [plots.BLUE, plots.RED]
     assert "validation 3.317" in labels(shakespeare), "alone on its text"
@@ -185,22 +240,39 @@ def test_a_log_of_build_nanogpt_is_drawn_and_named_once_told(tmp_path):
         assert ("OpenAI's 124M 3.292" in labels(axis)) == (run is told)
 
 
-def test_a_comparison_has_a_line_a_run_and_a_mean_beside_the_dots_of_each_arm():
-    def arm(name, *lasts, **against):
-        runs = []
-        for last in lasts:
-            losses = None if last is None else [9, 5, last]
-            runs.append(dict(val_loss=last, losses=losses, tokens=[0, 10**6, 2 * 10**6]))
-        return dict(name=name, value=None, runs=runs, against=against)
+def arm_of(name, *lasts, recipe=(), **against):
+    runs = []
+    for last in lasts:
+        losses = None if last is None else [9, 5, last]
+        runs.append(dict(val_loss=last, losses=losses, tokens=[0, 10**6, 2 * 10**6]))
+    return dict(name=name, recipe=dict(recipe), runs=runs, against=against)
 
+
+def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm():
     better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
-    arms = [arm("base", 4, 4), arm("better", 2.9, 3.1, **better), arm("worse", 4, None)]
+    arms = [arm_of("base", 4, 4), arm_of("better", 2.9, 3.1, **better), arm_of("worse", 4, None)]
     losses, differences = plots.plot_comparison(dict(arms=arms)).axes
-    drawn = [line.get_ydata().tolist() for line in losses.lines if len(line.get_ydata())]
-    assert drawn == [[5, 4], [5, 4], [5, 2.9], [5, 3.1], [5, 4]], "not the one that diverged"
-    assert losses.get_legend_handles_labels()[1] == ["base", "better", "worse"]
-    assert [line.get_xdata().tolist() for line in differences.lines[:2]] == [[-1.1], [-0.9]]
+    assert [line.get_ydata().tolist() for line in losses.lines] == [[5, 4], [5, 3], [5, 4]]
+    ranges = [band.get_paths()[0].vertices[:, 1] for band in losses.collections]
+    assert [(y.min(), y.max()) for y in ranges] == [(4, 5), (2.9, 5), (4, 5)], "none diverged"
+    assert labels(losses) == ["better", "base", "worse"] and losses.get_xlim() == (1, 2)
+    assert losses.get_title("left") == "better ends 1.00 nats below base"
+    assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
     assert [label.get_text() for label in differences.get_yticklabels()] == ["better"]
+
+
+def test_arms_are_named_by_optimizer_and_rate_if_nothing_else_differs():
+    muon = dict(optimizer="muon", learning_rate=8e-3, n_head=2)
+    adamw = muon | dict(optimizer="adamw", learning_rate=1.6e-2)
+    assert plots.name_arms([arm_of("base", recipe=muon), arm_of("b", recipe=adamw)]) == [
+        "Muon, 8e-3", "AdamW, 1.6e-2",
+    ]  # fmt: skip
+    for other in (muon, adamw | dict(n_head=4)):
+        assert plots.name_arms([arm_of("a", recipe=muon), arm_of("b", recipe=other)]) == ["a", "b"]
+    found = [(0.1, 0.2, "a"), (0.5, 0.2, "b")]
+    unseen = "No difference between a and base can be seen"
+    assert plots.describe_best(found, "base", "nats") == unseen
+    assert plots.describe_best(found[1:], "base", "nats") == "b ends 0.50 nats above base"
 
 
 # -- looks into a model

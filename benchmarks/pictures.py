@@ -1,0 +1,35 @@
+"""Draws all committed pictures again from their records: python -m benchmarks.pictures
+
+A picture for README.md is NAME.svg and, for dark pages, NAME-dark.svg.
+"""
+
+import json
+import math
+from pathlib import Path
+
+from bench import plot_benchmarks
+from benchmarks.minutes import plot_minutes
+from support.plots import plot_comparison, plot_run, plot_samples, save_picture
+
+PLOTS = {
+    "cpu-*": (plot_benchmarks, [".png"]),
+    "compare*/compare": (plot_comparison, [".png", ".svg"]),
+    "minutes": (plot_minutes, [".svg"]),
+}
+
+
+def draw(root: Path) -> None:
+    """Draws the pictures of root/runs and root/benchmarks, beside the records."""
+    laptop = root / "runs" / "laptop"
+    save_picture(plot_run(root / "runs" / "quickstart"), root / "runs" / "quickstart" / "loss.svg")
+    plot_run(laptop)
+    save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
+    for pattern, (plot, suffixes) in PLOTS.items():
+        for record in (root / "benchmarks").glob(f"{pattern}.json"):
+            if figure := plot(json.loads(record.read_text())):
+                for suffix in suffixes:
+                    save_picture(figure, record.with_suffix(suffix))
+
+
+if __name__ == "__main__":
+    draw(Path(__file__).parent.parent)
