@@ -1,19 +1,23 @@
-"""What README.md, docs/output.md and benchmarks/README.md quote is what the records say."""
+"""What README.md and the pages quote is what the records say, and their links lead somewhere."""
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
 from bench import TABLES, format_table
+from benchmarks.minutes import summarize
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
 
 README = (ROOT / "README.md").read_text()
 OUTPUT = (ROOT / "docs" / "output.md").read_text()
+RESUMING = (ROOT / "docs" / "resuming.md").read_text()
+DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
 
@@ -40,16 +44,6 @@ def test_the_readme_and_the_page_about_output_quote_the_runs(page, run):
     assert not [quote for quote in quotes if quote not in text]
 
 
-def test_the_readme_quotes_samples_of_the_laptop():
-    quoted = re.findall(r"\(([\d,]+) updates\):\n\n```\n(.*?)\n```", README, re.DOTALL)
-    records = read_metrics(ROOT / "runs" / "laptop" / "metrics.jsonl")
-    samples = {record["step"]: record["samples"] for record in of_type(records, "samples")}
-    assert len(quoted) == 3
-    for step, text in quoted:
-        found = samples[int(step.replace(",", ""))]
-        assert any(f"{sample}\n".startswith(f"{text}\n") for sample in found)
-
-
 def test_the_page_about_output_quotes_a_line_of_the_quickstart():
     line = r"step +(\d+) \| loss (\S+) \| lr (\S+) \| norm (\S+) \| dt (\S+)ms \| tok/sec (\S+)"
     step, *quoted = re.search(line, OUTPUT).groups()
@@ -59,30 +53,65 @@ def test_the_page_about_output_quotes_a_line_of_the_quickstart():
     assert quoted == [*exact, f"{x['tokens_per_sec']:,.0f}"]
 
 
-def test_the_readme_quotes_comparisons_kills_speeds_and_sizes():
+def test_the_readme_quotes_minutes_the_comparison_and_sizes():
     arms = read_json("compare/compare.json")["arms"]
-    kills = sum(read_json("torture.json")["kills"].values())
-    scripts = [ROOT / name for name in ("model.py", "config.py", "evaluate.py", "train_gpt2.py")]
-    theirs, _, ours = read_json("cpu-against.json")["benchmarks"]["against"]["rows"]
-    everything = [
-        p for pattern in ("*.py", "support/*.py", "benchmarks/*.py") for p in ROOT.glob(pattern)
-    ]
+    theirs = min(
+        (row for row in summarize(read_json("minutes.json")) if "nanoGPT" in row["name"]),
+        key=lambda row: row["bits"],
+    )
+    end = of_type(read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl"), "val")[-1]
+    everything = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("benchmarks/*.py")]
     quotes = [
         f'"{arms[1]["against"]["verdict"]}"',
-        f"{kills} random kills",
-        f"trains {ours['speedup']:.2f} times as fast",
-        f"({ours['speedup_low']:.2f} to {ours['speedup_high']:.2f})",
-        f"in {ours['memory_gb']:.2f} GB instead of {theirs['memory_gb']:.2f} ",
-        f"four files of {count_lines(scripts):,} lines",
-        f"benchmarks included, is {count_lines(everything):,}.",
+        f"nanoGPT's last loss after {theirs['passed']:.0f} seconds",
+        f"has {end['nats_per_character']:.2f} nats per character",
+        f"| {count_lines(everything):,} (and {count_lines(ROOT.glob('tests/*.py')):,} of tests) |",
     ]
     text = " ".join(README.split())
     assert not [quote for quote in quotes if quote not in text]
 
 
-def count_lines(paths: list[Path]) -> int:
+def test_the_page_about_resuming_quotes_kills_of_each_kind():
+    record = read_json("torture.json")
+    counts = re.findall(r"^\|.*\| ([\d; ]+) \|$", RESUMING, re.MULTILINE)
+    shown = [int(count) for row in counts for count in row.split(";")]
+    assert sorted(shown) == sorted(record["kills"].values())
+    assert f"At revision {record['revision']}" in RESUMING
+    assert f"{sum(shown)} random kills" in RESUMING
+
+
+def count_lines(paths: Iterable[Path]) -> int:
     """Rounded to hundreds."""
     return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", *DOCS]
+)
+def test_every_link_of_a_page_leads_somewhere(page):
+    text = (ROOT / page).read_text()
+    links = re.findall(
+        r"\]\(([^)]+)\)|^\[\w+\]: (\S+)|(?:src|srcset)=\"([^\"]+)\"", text, re.MULTILINE
+    )
+    for link in map("".join, links):
+        path, _, anchor = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        if not link.startswith("http"):
+            assert target.exists(), link
+            headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
+            assert not anchor or anchor in map(anchor_of, headings), link
+
+
+def anchor_of(heading: str) -> str:
+    """GitHub's: small letters, digits, hyphens."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_pages_are_short():
+    assert len(README.splitlines()) <= 190 and len(README.split()) <= 1900
+    for page in DOCS:
+        most = 200 if page == "docs/change-the-model.md" else 120
+        assert len((ROOT / page).read_text().splitlines()) <= most, page
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
