@@ -75,7 +75,7 @@ def test_an_epoch_has_as_many_sequences_of_each_shard_as_the_rule_says_each_once
         arrays.append(np.arange(first, first + round(size * T), dtype=np.uint16))
         write_shard(directory / f"a_train_{i:06d}.npy", arrays[-1])
     if all(len(tokens) <= T for tokens in arrays):
-        with pytest.raises(UserError, match="no shard of the train split in .* is as long as"):
+        with pytest.raises(UserError, match="is as long as one sequence of"):
             DataLoaderLite(directory, "train", 1, T, shuffle=True)
         return
     loader = DataLoaderLite(directory, "train", 1, T, shuffle=True, seed=seed)

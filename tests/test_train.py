@@ -510,7 +510,7 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
     for words in (
         "seed 1337 -> 7 (the rest of this epoch has another order",
         "shuffle True -> False (the rest of this epoch has another order",
-        "val_tokens 10485760 -> 99 (validation losses do not compare",
+        "val_tokens 10485760 -> 99 (validation losses are not comparable",
         "batch_size 2 -> 4",
         "total_batch_size 64 -> 128",
     ):
