@@ -39,7 +39,7 @@ class BenchConfig:
     against: Literal["", "hf", "nanogpt"] = ""
     peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
     sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
-    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (a CPU they share)
+    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (a CPU is shared)
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
 

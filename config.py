@@ -79,7 +79,7 @@ class TrainConfig:
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
     # -- the computation
-    seed: Annotated[int, Range(0, 2**62)] = 1337  # of weights, order of the data and samples
+    seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
     shuffle: bool = True  # reorder the sequences in each epoch, and start them at another offset
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)

@@ -178,7 +178,7 @@ def sweep(log_dir: Path) -> None:
 
 
 def find(candidates: list[Path], world: World) -> Checkpoint | None:
-    """The first whole one of these checkpoints; None if there are none. Every rank calls it.
+    """The first of these checkpoints that is whole; None if there are none. Every rank calls it.
 
     Raises UserError if all are damaged, or if the disk cannot read one: it may still be whole.
     """
@@ -193,7 +193,7 @@ def find(candidates: list[Path], world: World) -> Checkpoint | None:
             world.say(f"skipping {candidate}: {problem}")
             damaged.append(candidate)
         if damaged and not path:
-            hint = "start over with --overwrite, or take its weights with --init-from"
+            hint = "start over with --overwrite, or take the weights with --init-from"
             raise UserError(f"{problem}; no other checkpoint is whole: {hint}")
     path, damaged = world.broadcast((path, damaged))
     return Checkpoint(path, load_state(path), damaged) if path else None

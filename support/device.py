@@ -125,7 +125,7 @@ def sdpa_choice(device: torch.device, dtype: torch.dtype, config: TrainConfig) -
 def bfloat16_speed() -> float:
     """The speed of bfloat16 matmuls on this CPU, relative to float32: the best of 15 each.
 
-    CPU flags do not tell it: with AMX it is faster, with AVX512-BF16 alone perhaps slower.
+    CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, and others emulate it.
     """
     cpu = torch.device("cpu")
     pair = (torch.float32, torch.bfloat16)

@@ -28,7 +28,7 @@ def is_spike(value: float, recent: list[float], limit: float) -> bool:
 def judge_update(
     progress: Progress, loss: float, norm: float, *, limit: float, float16: bool
 ) -> str:
-    """Why an update must be skipped; empty if not. It updates the windows of progress.
+    """Why an update must be skipped; empty if not. It updates the windows in progress.
 
     limit: standard deviations that make a spike (--skip-spikes); 0 skips only float16's overflows.
     """

@@ -94,8 +94,8 @@ def fit_batch_size(
 ) -> int:
     """The micro-batch: as asked, as before a resume, or the largest that fits on every process.
 
-    On a GPU it tries sizes. On a CPU it uses the estimate, because the system would kill a process
-    that tries too much; so does a sharded model, whose other processes would wait for a failed one.
+    On a GPU it tries sizes. It uses the estimate on a CPU, where the system would kill the process,
+    and for a sharded model, whose other processes would wait for one that failed.
     """
     sequences = config.total_batch_size // config.sequence_length // world.size
     B = config.batch_size or before
@@ -189,4 +189,4 @@ def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:
         mend = f"--batch-size {batch_size // 2}"
     elif not config.activation_checkpointing:
         mend = "--activation-checkpointing"
-    return f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; no result changes"
+    return f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; the run is the same"
