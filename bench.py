@@ -32,31 +32,28 @@ MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
 
 @dataclass
 class BenchConfig:
-    """Measures the training step and other hot paths.
-
-    Without a flag: the ladder, one technique after the other added to a plain step.
-    """
+    """Measures hot paths. Without flags, adds one technique after another to a training step."""
 
     # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with that of --peer
     against: Literal["", "hf", "nanogpt"] = ""
     peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
     sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
-    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (on a CPU they share it)
+    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (a CPU is shared)
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
 
-    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # its size
+    model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
     sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
     max_batch: CountOrZero = 0  # the largest micro-batch of --sweep; 0 = 16 on a CPU, 128 on a GPU
-    rounds: Count = 3  # turns of each side
+    rounds: Count = 3  # turns that each side takes
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
 
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = "log/bench"  # the results go to OUT.json, and ratios also to OUT.png
+    out: str = "log/bench"  # write the results to OUT.json, and ratios also to OUT.png
 
 
 # -- the machine
@@ -146,7 +143,7 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
 
 
 def compare_peer(m: Machine) -> Iterator[dict]:
-    """Another's model, compiled, with our AdamW and precision, and the step of training."""
+    """The peer's model, compiled, with our AdamW and precision, and the step of training."""
     name, theirs = "transformers", "hf"
     if m.config.against == "nanogpt":
         name, theirs = "nanoGPT", str(peers.find_nanogpt(m.config.peer))
@@ -158,7 +155,7 @@ def compare_peer(m: Machine) -> Iterator[dict]:
 
 
 def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
-    """Micro-batches of …, 4, 2, 1: large ones matter, if time ends before the sweep."""
+    """Micro-batches of …, 4, 2, 1: the large ones first, because they matter if time runs out."""
     for i in reversed(range(m.config.max_batch.bit_length())):
         yield from m.measure([m.step(f"B {2**i}", B=2**i)])
 
@@ -209,7 +206,7 @@ TABLES = ("sweep", "scaling")  # they have no picture
 
 
 def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
-    """Runs the comparisons that are asked for. OUT.json and OUT.png always have all rows so far."""
+    """Runs the comparisons that are asked for. OUT.json and OUT.png always hold all rows so far."""
     m = Machine(config)
     command = shlex.join(["python", "bench.py", *args])
     result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size, command)
@@ -248,10 +245,10 @@ HEAD = """
 {config[model]} on {device[name]}, {device[threads]} threads, revision {git}
 training uses {dtype} here ({why})
 peak: {tflops:,.2f} TFLOP/s, {peak[1]}
-MFU: part of the peak that is named above
-× base: times as fast as the base: the median of turns side by side, and their range
-start: seconds from a new process to the end of its first run, compiled
-first loss: models of one kind and micro-batch begin with the same weights and tokens"""
+MFU: the fraction of this peak that is reached
+× base: how many times as fast as the base, as median and range of turns side by side
+start: seconds from starting a process to the end of its first run, compilation included
+first loss: equal only for models of one kind and micro-batch, which draw the same weights"""
 
 
 def title_of(benchmark: str, result: dict) -> str:
@@ -270,7 +267,7 @@ def show_bound(bound: float) -> str:
 
 
 def describe_ratio(row: dict) -> str:
-    """How many times as fast as its base a row is, the range of that, and what it shows."""
+    """How many times as fast as its base a row is, with the range, and what that shows."""
     if "speedup" not in row:
         return ""
     low = row["speedup_low"]

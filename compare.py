@@ -7,7 +7,7 @@ python compare.py --base "--preset quickstart" --arm "mine: @../my-copy --n-head
 An arm has the base's flags and its own. @DIRECTORY trains it with another copy of this repository.
 Runs of one seed read the same data in the same order and, if their architecture is the same, start
 from the same weights. So compare.py judges the difference between two runs of one seed.
-Arms with --dtype auto share the precision that the first of their runs has found.
+Arms with --dtype auto share the precision that the first of their runs picks.
 To continue after an interruption, repeat the command. OUT receives the runs, compare.md,
 compare.json, compare.png, and the changes of each copy as NAME.diff.
 """
@@ -203,7 +203,7 @@ class Trainer:
     measure: str = "val_loss"  # that judges; bits_per_byte, if the arms' tokens differ
 
     def run(self, arm: Arm, changes: dict) -> dict:
-        """Trains an arm with changed settings, unless that is done. Returns the outcome."""
+        """Trains an arm with changed settings, unless it has been. Returns the outcome."""
         directory = locate(arm, changes, self.out)
         dtype = arm.recipe["dtype"]
         outcome = read_outcome(directory, self.measure)
@@ -383,8 +383,8 @@ The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tok
 
 {Measure}: mean and standard deviation of the seeds. Against base: the mean difference of two
 runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
-the base needs; then, for each seed, the part of it after which an arm has the base's final loss.
-Evaluations and compilation are in the minutes.
+the base needs; then, for each seed, the fraction of it at which an arm reaches the base's final
+loss. The minutes include evaluations and compilation.
 """
 
 
@@ -436,7 +436,7 @@ def describe_sweep(arm: dict) -> str:
     shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried)
     text = f"{best:g} is the best of {shown}"
     if best in (tried[0][0], tried[-1][0]):
-        text += "; it is at an end, a value beyond it may be better"
+        text += "; it is at an end of the range, so a value beyond it may be better"
     return text
 
 
@@ -465,7 +465,7 @@ def main(args: list[str]) -> None:
     write_whole(out / "compare.md", page.encode())
     write_whole(out / "compare.json", json.dumps(result, indent=1, default=str).encode())
     save_picture(plot_comparison(result), out / "compare.png")
-    say(f"\n{page}\nkept as compare.md, compare.json and compare.png in {out}")
+    say(f"\n{page}\nsaved as compare.md, compare.json and compare.png in {out}")
 
 
 if __name__ == "__main__":

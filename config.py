@@ -23,16 +23,16 @@ from support.common import (
 
 @dataclass
 class TrainConfig:
-    """Trains a GPT-2. Without a flag: the reproduction of the 124M model."""
+    """Trains a GPT-2. Without flags, it reproduces the 124M model."""
 
-    # The comment behind a field is its help.
+    # The comment beside a field is its --help text.
     # -- what the run starts from, and where things are
-    preset: str = "gpt2"  # a set of values that other flags override; a wrong name lists all
+    preset: str = "gpt2"  # a set of defaults that other flags override; a wrong name lists all
     data_dir: str = "edu_fineweb10B"  # directory of token shards, made by fineweb.py
     log_dir: str = "log"  # where logs, plot and checkpoints go
     init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a directory | FILE.pt
     resume: str = "none"  # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint
-    overwrite: bool = False  # start anew in a log_dir that holds a run, and delete its checkpoints
+    overwrite: bool = False  # start over in a log_dir that holds a run, and delete its checkpoints
 
     # -- the sizes of the model (GPT-2 paper, table 2)
     n_layer: Annotated[int, Range(1, 10_000)] = 12  # blocks
@@ -43,16 +43,16 @@ class TrainConfig:
     sequence_length: Count = 1024  # tokens in a sequence, T; also the context window of a new model
 
     # -- the batch: total_batch_size = batch_size × sequence_length × accumulation × processes
-    batch_size: CountOrZero = 0  # sequences in a process's micro-batch, B; 0 = what fits, up to 64
+    batch_size: CountOrZero = 0  # sequences per process and micro-batch, B; 0 = what fits, up to 64
     total_batch_size: Count = 524288  # tokens per update (GPT-3 paper, table 2.1: 0.5M)
 
     # -- the recipe (GPT-3 paper, section 2.3 and appendix B)
-    max_steps: Count = 19073  # updates; 19073 of 0.5M tokens are 10B tokens
-    warmup_steps: CountOrZero = 715  # of linear warm-up; unless typed, at most max_steps / 10
+    max_steps: Count = 19073  # updates; 19073 of 0.5M tokens each make 10B tokens
+    warmup_steps: CountOrZero = 715  # steps of linear warm-up; unless given, at most max_steps / 10
     learning_rate: Positive = 6e-4  # the peak
     min_lr_frac: Amount = 0.1  # the last learning rate, as a fraction of the peak
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
-    decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps that decays
+    decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps in which it decays
     weight_decay: Amount = 0.1  # of matrices and embeddings
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
     embedding_lr: Positive = 1.0  # muon: the embeddings' rate, as a multiple of learning_rate
@@ -60,37 +60,38 @@ class TrainConfig:
     beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # AdamW's
     eps: Positive = 1e-8  # AdamW's
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
-    skip_spikes: Amount = 0.0  # skip an update so many standard deviations too high; 0 = off
+    # skip an update whose loss or norm is N standard deviations above its recent mean; 0 = off
+    skip_spikes: Amount = 0.0
 
-    # -- evaluation: at step 0 (but no samples and checkpoints), every so many steps, at the end
+    # -- evaluation: every N steps and at the end; also at step 0, except samples and checkpoints
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
-    hellaswag_limit: CountOrZero = 0  # use only the first examples; 0 = all 10,042
-    hellaswag_path: str = ""  # a jsonl file; empty = download it
+    hellaswag_limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042
+    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
     sample_every: CountOrZero = 250  # steps between samples; 0 = never
     sample_prompt: str = "Hello, I'm a language model,"  # the text that samples continue
     sample_tokens: Count = 32  # tokens in each sample
     num_samples: Annotated[int, Range(1, 1000)] = 4  # samples on each process
     checkpoint_every: CountOrZero = 5000  # steps between checkpoints; 0 = never
-    checkpoint_minutes: Amount = 30.0  # also save after this many minutes; 0 = never
+    checkpoint_minutes: Amount = 30.0  # also save this many minutes after the last save; 0 = never
     save_best: bool = False  # also save when the validation loss is the lowest so far
-    keep_checkpoints: Count = 2  # how many of the newest to keep, and the best by validation loss
+    keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
     # -- the computation
-    seed: Annotated[int, Range(0, 2**62)] = 1337  # of weights, order of the data, samples
-    shuffle: bool = True  # reorder the sequences in each epoch, and cut them elsewhere
+    seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
+    shuffle: bool = True  # reorder the sequences in each epoch, and start them at another offset
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
     # ddp: split the batch; zero1: also optimizer state; fsdp: also weights and gradients
     sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"
     compile: bool = True  # torch.compile the training step, if there is a compiler
     activation_checkpointing: bool = False  # recompute activations: less memory, a third more work
-    deterministic: bool = False  # bit-identical runs on CUDA, too, but slower ones
-    overfit_single_batch: bool = False  # train on the first batch only: its loss must go to zero
-    find_nan: bool = False  # repeat a run that diverged, name the operation, and write nothing
-    eval_only: bool = False  # only print the losses of --init-from's model: no training, no log
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # log there, too
+    deterministic: bool = False  # make runs bit-identical on CUDA, too, but slower
+    overfit_single_batch: bool = False  # train on the first batch only; its loss should go to zero
+    find_nan: bool = False  # replay a diverged run to name the operation at fault; write nothing
+    eval_only: bool = False  # only evaluate the model of --init-from: no training, no log
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # also log there
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters
@@ -174,13 +175,14 @@ VOCAB_SIZES = {"quickstart": 1024}  # the vocabulary that a preset's sizes fit, 
 
 
 def parse_command_line(args: list[str], config_class: type = TrainConfig) -> tuple[Any, set[str]]:
-    """The named preset with the other flags laid over it, and which settings were typed."""
+    """Returns the preset with the other flags applied to it, and which settings were typed."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
     about = f"{config_class.__doc__} Presets: {', '.join(PRESETS)}."
-    default = config_class(**vars(preset))
-    config = tyro.cli(config_class, default=default, args=args, description=about)
+    config = tyro.cli(
+        config_class, default=config_class(**vars(preset)), args=args, description=about
+    )
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
     typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     if "warmup_steps" not in typed:
@@ -189,12 +191,12 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> tup
 
 
 def usual_warmup(preset: str, max_steps: int) -> int:
-    """A preset's warm-up steps in a run of this length: at most a tenth, for a first try."""
+    """A preset's warm-up steps; at most a tenth of the run, so that a short trial warms up, too."""
     return min(PRESETS.get(preset, TrainConfig()).warmup_steps, max(0, max_steps) // 10)
 
 
 def with_typed_warmup(config: TrainConfig, typed: set[str], before: dict[str, Any]) -> TrainConfig:
-    """The settings of a run resumed from those `before`: a warm-up that was typed then stays."""
+    """The settings of a run resumed from `before`, which keeps a warm-up that was typed then."""
     usual = usual_warmup(before["preset"], before["max_steps"])
     if "warmup_steps" in typed or before["warmup_steps"] == usual:
         return config
@@ -202,17 +204,17 @@ def with_typed_warmup(config: TrainConfig, typed: set[str], before: dict[str, An
 
 
 def refuse_other_sizes(source: str, config: Any, flags: dict, typed: set[str]) -> None:
-    """Raises UsageError for typed flags that are not the GPTConfig of the files of `source`."""
+    """Raises UsageError if typed flags contradict the GPTConfig of the files of `source`."""
     other = [name for name in flags if name in typed and flags[name] != getattr(config, name)]
     if other:
         sizes = ", ".join(f"{name} {getattr(config, name)}" for name in other)
         raise UsageError(
-            f"{source} has {sizes}: leave these flags out, or train a new model without --init-from"
+            f"{source} has {sizes}: leave these flags out, or train a new model from scratch"
         )
 
 
 def check(config: TrainConfig, world_size: int) -> list[str]:
-    """Every problem of a configuration, a sentence each. It runs before anything is allocated."""
+    """All problems of a configuration, a sentence each, before anything is allocated."""
     problems = out_of_range(config)  # the other checks divide by these values
     return problems or wrong_places(config) + wrong_sizes(config, world_size)
 
@@ -230,7 +232,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
     if os.path.exists(log_dir / "metrics.jsonl") and not keeps:
         problems.append(
             f"log_dir {c.log_dir!r} holds a run: "
-            "add --resume auto to go on with it, --overwrite, or another --log-dir"
+            "resume it with --resume auto, replace it with --overwrite, or choose another --log-dir"
         )
     if not os.path.isdir(c.data_dir):
         name = c.data_dir.removeprefix("data/")
@@ -244,7 +246,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
 
 
 def wrong_vocabulary(preset: str, vocab_size: int) -> str:
-    """A warning, if a preset's sizes fit another vocabulary than the data's."""
+    """A warning if a preset is tuned for a vocabulary of another size than the data's."""
     fits = VOCAB_SIZES.get(preset, vocab_size)
     if fits == vocab_size:
         return ""
@@ -258,18 +260,18 @@ def wrong_sizes(c: TrainConfig, world_size: int) -> list[str]:
     total = c.total_batch_size
     if c.n_embd % c.n_head:
         near = nearby(c.n_embd, c.n_head)
-        problems.append(f"n_embd {c.n_embd} is no multiple of n_head {c.n_head}: use {near}")
+        problems.append(f"n_embd {c.n_embd} is not a multiple of n_head {c.n_head}: use {near}")
     if c.warmup_steps >= c.max_steps:
         problems.append(f"warmup_steps {c.warmup_steps}: use fewer than max_steps {c.max_steps}")
     if c.val_every and c.val_tokens < T:
-        problems.append(f"val_tokens {c.val_tokens}: use at least a sequence of {T}")
+        problems.append(f"val_tokens {c.val_tokens}: use at least one sequence of {T}")
     if c.eval_only:
         return problems
     share, rest = divmod(total, T * world_size)  # sequences of each process
     if rest:
         near = nearby(total, T * world_size)
         product = f"sequence_length {T} × processes {world_size}"
-        problems.append(f"total_batch_size {total} is no multiple of {product}: use {near}")
+        problems.append(f"total_batch_size {total} is not a multiple of {product}: use {near}")
     elif c.batch_size and share % c.batch_size:
         divisors = ", ".join(str(B) for B in range(1, 65) if share % B == 0)
         problems.append(

@@ -1,4 +1,4 @@
-"""What is measured on the way: validation loss, HellaSwag, samples. A new evaluation comes here."""
+"""What a run measures: validation loss, HellaSwag, samples. A new evaluation belongs here."""
 
 import math
 from collections.abc import Callable
@@ -23,11 +23,11 @@ from support.distributed import Stop, World
 
 @dataclass
 class Evaluations:
-    """What is measured on the way. A new one is a method, and its lines in `due`.
+    """The evaluations of a run. A new one is a method, and its lines in `due`.
 
     A method returns what metrics.jsonl keeps. log.txt gets the first value, if it is a number. The
-    console and the report show the value of `figures`, {name: figure}, if there is one; no other
-    evaluation has a figure of that name.
+    console and the report show `figures`, {name: figure}, if there are any. No two evaluations may
+    use the same name.
     """
 
     config: TrainConfig
@@ -136,8 +136,8 @@ def validate(
     """The mean loss over the first val_tokens: nats per token, bits per byte, nats per character.
 
     The last two compare models of different vocabularies, on the same text. They leave out the
-    losses of <|endoftext|>, because it is no text; None if the split has no text. The micro-batch
-    and the number of processes change none of them.
+    losses of <|endoftext|>, because it is not text; None if the split has no text. The
+    micro-batch and the number of processes change none of the three.
     """
     sequences = min(val_tokens // loader.T, loader.num_sequences)
     tokenizer = model.tokenizer

@@ -67,7 +67,7 @@ from support.workers import map_ahead, run_and_exit, start_pool
 
 @dataclass
 class Config:
-    """Turns text into shards of GPT-2 tokens. The same command goes on after an interruption."""
+    """Turns text into token shards. After an interruption, the same command resumes."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
     # tinyshakespeare, stdlib (Python's library), python (stdlib and the installed packages, some of
@@ -75,24 +75,24 @@ class Config:
     # and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, data/NAME for other sources
-    name: str = ""  # the shards' names begin with it; default: from the source
+    name: str = ""  # prefix of the shards' names; default: from the source
     shard_size: Count = 100_000_000  # tokens per shard, two bytes each
-    # tokens of the first shard, or a few more, up to the end of a document; 0 = a whole shard,
+    # tokens for validation, or a few more, up to the end of a document; 0 = a whole shard,
     # or 5% of the text if it fills fewer than two shards
     val_tokens: CountOrZero = 0
-    max_tokens: CountOrZero = 0  # where to stop; 0 = at the end
+    max_tokens: CountOrZero = 0  # stop after this many tokens; 0 = at the end of the text
     workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
-    # train a vocabulary of so many tokens, 257 to 65,536, on the training text; 0 = GPT-2's tokens
+    # train a vocabulary of this many tokens, 257 to 65,536, on the training text; 0 = use GPT-2's
     vocab_size: Annotated[int, Range(0, 2**16)] = 0
-    # take the vocabulary of a checkpoint or a file tokenizer.json; gpt2: GPT-2's. With these two
-    # flags, text is held out before it is tokenized: 5% of its bytes, whatever the vocabulary
+    # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
+    # --vocab-size, 5% of the bytes of the text are held out before it is tokenized
     tokenizer: str = ""
-    column: str = "text"  # with the text, in .jsonl, .parquet and hub files
+    column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
-    hellaswag_path: str = ""  # its validation set as a local .jsonl file; default: download it
-    overwrite: bool = False  # make data_dir's shards anew if they are complete or do not match
-    verify: bool = False  # only compare all shards in data_dir with the manifest
+    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
+    overwrite: bool = False  # rebuild the shards in data_dir if they are complete or do not match
+    verify: bool = False  # only check all shards in data_dir against the manifest
 
 
 # -- what the workers do
@@ -101,7 +101,7 @@ COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what the manifest c
 
 
 def tokenize(texts: list[Text]) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenizes texts, without what the benchmark has too. Returns uint16 tokens and COUNTS."""
+    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS."""
     tokenizer, benchmark = of_worker
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
@@ -154,7 +154,7 @@ def hold_out(
 
     If the first `num_files` are held out, it is what they have. Else it is `val_tokens`, by default
     a shard of `size` tokens, or 5% of a text that does not fill two. If the next document starts
-    near, the tokens up to its start are added.
+    nearby, the tokens up to its start are added.
     """
     head: deque = deque()
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
@@ -210,13 +210,13 @@ def pack(
         yield slices, before, len(tokens)
 
 
-# -- the manifest: how the shards were made, what is in them, where to go on
+# -- the manifest: how the shards were made, what is in them, where to resume
 
 MANIFEST = "manifest.json"
 
 
 def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
-    """Returns the manifest of a folder, or a first one. Refuses a folder that does not match."""
+    """Returns the manifest of a folder, or a new one. Refuses a folder that does not match."""
     first = {
         "options": options,
         "sources": {},
@@ -244,7 +244,7 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     if changes and not overwrite:
         raise UserError(
             f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
-            "choose another --data-dir, or make it anew with --overwrite"
+            "choose another --data-dir, or rebuild it with --overwrite"
         )
     return first if overwrite and (changes or not manifest["cursor"]) else manifest
 
@@ -255,7 +255,7 @@ def read_manifest(folder: Path) -> dict:
     with reading(path):
         manifest = json.loads(path.read_bytes())
         if manifest.pop("checksum") != checksum(manifest):
-            raise UserError(f"{path} is damaged; to verify or to go on, put back a copy")
+            raise UserError(f"{path} is damaged; to verify or to resume, put back a copy")
     return manifest
 
 
@@ -275,7 +275,7 @@ def verify_shards(folder: Path) -> str:
     tokenizer_of_data(folder)
     present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
     if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
-        raise UserError(f"{folder}: missing or damaged: {damaged}; --overwrite makes all anew")
+        raise UserError(f"{folder}: missing or damaged: {damaged}; --overwrite rebuilds all")
     return f"{folder}: all {len(recorded)} shards are as they were written"
 
 
@@ -323,7 +323,7 @@ def make_shards(config: Config, folder: Path) -> str:
     except Timeout:
         raise UserError(f"another process is writing to {folder}: wait for it") from None
     except BrokenProcessPool:
-        raise UserError("a worker was killed: to go on, try fewer --workers") from None
+        raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
     first = Shard(folder / manifest["shards"][0]["name"])
     num_bytes = sum(tokenizer.sizes[tokens].sum() for tokens in first.read_all())
@@ -418,9 +418,9 @@ def save_shard(
     before: Before,
     done: int,
 ) -> None:
-    """Writes a shard, then the manifest: there is always a place to go on from.
+    """Writes a shard, then the manifest, so that there is always a place to resume from.
 
-    The vocabulary comes with the first one: until then, a killed run's next start makes it again.
+    The vocabulary comes with the first shard; a run that is killed before that trains it again.
     """
     index = len(manifest["shards"])
     if index == 0:

@@ -55,7 +55,7 @@ def iterate_examples(path: str | Path = "") -> Iterator[Example]:
 
     Raises UserError if it cannot read them, and at the first line that is not an example.
     """
-    mend = "name its jsonl file by --path, or in training and fineweb.py by --hellaswag-path"
+    mend = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
     with reading("HellaSwag", mend):
         path = path or find_official()
         lines = Path(path).read_bytes().splitlines()
@@ -297,8 +297,8 @@ def score(
     batches = prepared.batches
     rank = world.rank if world else 0
     size = world.size if world else 1
-    # Every process takes equally many turns, because stop.check asks them all. A sharded model also
-    # wants a call from each. In the last round some repeat a batch for nothing.
+    # All processes take the same number of turns, because stop.check asks them all and a sharded
+    # model needs a call from each. In the last round, some repeat a batch whose result is dropped.
     turns = range(rank, rank + len(batches), size)
     hidden = rank > 0 or None  # None: the bar is hidden where there is no terminal
     scored = []
@@ -354,8 +354,8 @@ class HellaSwagConfig:
     """Score a GPT-2 on HellaSwag; with torchrun, on many processes."""
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
-    limit: CountOrZero = 0  # only the first examples; 0 = all 10,042
-    path: str = ""  # a jsonl file; empty = download it
+    limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042
+    path: str = ""  # HellaSwag's jsonl file; empty = download it
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
     json: str = ""  # write the result to this file
@@ -368,7 +368,7 @@ def main(args: list[str]) -> None:
         writable = os.access(path.parent, os.W_OK) and not os.path.isdir(path)
         with world.fail_together():
             if config.json and world.is_main and not writable:
-                raise UserError(f"--json {path}: name a file in a directory that may be written")
+                raise UserError(f"--json {path}: name a file in a directory that you may write to")
         keep_freed_memory(world.device)
         examples = load_examples(config.path, config.limit, world)
         model = GPT.from_pretrained(config.model).to(world.device)

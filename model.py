@@ -27,7 +27,7 @@ from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
 
-# Marks a field that does not change what the model computes: a resumed run may set it anew.
+# Marks a field that does not change what the model computes: a resumed run may change it.
 SAME_MATH = {"same_math": True}
 
 
@@ -129,7 +129,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     row with softmax p and one-hot target t: loss = logsumexp(x Wᵀ) - (x Wᵀ)·t, dlogits = p - t,
     dx = dlogits W, dW += dlogitsᵀ x. `backward` would have to compute the logits again, so
     `forward` computes these gradients, of the sum, and `backward` scales them to the mean. The
-    idea is from Cut Your Losses and Liger Kernel (2024). torch.compile fuses what is between.
+    idea is from Cut Your Losses and Liger Kernel (2024). torch.compile fuses the rest.
     """
 
     @staticmethod
@@ -198,7 +198,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.tokenizer: Tokenizer = gpt2()  # until a builder knows the data's, or the files'
+        self.tokenizer: Tokenizer = gpt2()  # until a builder sets the data's or the files'
         with torch.device("meta"):  # no memory, no random numbers: init_weights fills it
             self.transformer = nn.ModuleDict(
                 dict(
@@ -315,7 +315,7 @@ class GPT(nn.Module):
     def configure_optimizers(self, name: str = "adamw", **options: Any) -> list[Optimizer]:
         """The optimizers of this name, in the order of their updates.
 
-        options: of the functions in support/optim.py, by default GPT-3's for the 124M.
+        options: those of the functions in support/optim.py; by default GPT-3's for the 124M.
         """
         gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
         return OPTIMIZERS[name](self, **(gpt3 | options))
@@ -370,9 +370,9 @@ class GPT(nn.Module):
 class DataLoaderLite:
     """Batches from the token shards of one split: an endless stream of sequences of T+1 tokens.
 
-    Sequence k is the same whoever asks. Each shard is cut with stride T, so the last token of a
-    sequence is the first of the next one; the rest at its end is skipped. With shuffle, each epoch
-    has its own order of shards and sequences, cut from another offset.
+    Sequence k is the same for every process. Each shard is cut with stride T, so the last token of
+    a sequence is the first of the next one; what is left at its end is skipped. With shuffle, each
+    epoch has its own order of shards and sequences, cut from another offset.
 
     `cursor` counts the sequences that all processes have consumed. It is the loader's whole
     state, the same on every rank. Rank r's next batch is the B sequences from cursor + r·B on.
@@ -397,8 +397,8 @@ class DataLoaderLite:
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
         if not self.num_sequences:
             raise UserError(
-                f"the {self.split} split in {self.data_dir} has {self.num_tokens} tokens in "
-                f"{len(self.shards)} shard(s); none of them has one sequence of {self.T} + 1"
+                f"no shard of the {self.split} split in {self.data_dir} is as long as one sequence "
+                f"of {self.T} + 1 tokens; the whole split has {self.num_tokens}"
             )
         self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
         self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use
@@ -410,7 +410,7 @@ class DataLoaderLite:
         self.seek(0)
 
     def seek(self, cursor: int) -> None:
-        """Begins to read the next batch in the background: a step does not wait for it."""
+        """Begins to read the next batch in the background, so that no step waits for it."""
         self.cursor = cursor
         first = cursor + self.process_rank * self.B
         self.coming = self.reader.submit(self.batch, first, self.B)
@@ -451,9 +451,9 @@ class DataLoaderLite:
         tokens = shard.read(start, self.T + 1, self.opened)
         if tokens.max() >= self.vocab_size:
             raise UserError(
-                f"{shard.path}: token {tokens.max()}, within {self.T + 1} from {start} on, is "
-                f"outside the vocabulary of {self.vocab_size}: the file is damaged, or made with "
-                "another tokenizer"
+                f"{shard.path}: token {tokens.max()}, one of the {self.T + 1} from {start} on, is "
+                f"outside the vocabulary of {self.vocab_size}: the file is damaged, or another "
+                "tokenizer made it"
             )
         return tokens
 

@@ -46,12 +46,12 @@ RENT = {"H100": 2.5}
 class PlanConfig(TrainConfig):
     """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
 
-    vocab_size: CountOrZero = 0  # of the text; 0 = that of data_dir, if it is there, else GPT-2's
+    vocab_size: CountOrZero = 0  # vocabulary size; 0 = that of data_dir if it exists, else GPT-2's
     gpus: Count = 1  # how many GPUs, each with its own process
     gpu: str = "H100"  # H100 | H200 | B200 | A100 | L4 | RTX-4090 | …; a wrong name lists them all
     mfu: Fraction = 0.4  # the fraction of the GPU's published peak that training reaches: a guess
     record: str = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
-    tokens_per_second: Amount = 0.0  # measured, of all GPUs together; 0 = from the MFU
+    tokens_per_second: Amount = 0.0  # the measured speed of all GPUs together; 0 = from the MFU
     price: Amount = 0.0  # dollars per GPU-hour: look up yours; 0 = 2.5 for an H100, else unknown
     table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
 
@@ -81,7 +81,7 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     validations = 1 + math.ceil(config.max_steps / config.val_every) if config.val_every else 0
     seconds = (tokens + validations * config.val_tokens / 3) / rate
     saved = state_memory(model, config, width=4)
-    gigabytes = (saved["weights"] + saved["moments"]) / 1e9
+    gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
     kept = config.keep_checkpoints + 1 + (validations > 0)  # one being written, and the best one
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
     return {
@@ -97,7 +97,7 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
 
 
 def model_on_meta(config: PlanConfig, typed: set[str]) -> "GPT":
-    """The model that training would build, on PyTorch's meta device: it takes no memory."""
+    """The model that training would build, on PyTorch's meta device, where it takes no memory."""
     import torch
 
     from model import GPT, GPTConfig
@@ -121,7 +121,7 @@ def model_on_meta(config: PlanConfig, typed: set[str]) -> "GPT":
 
 
 def plan_memory(config: PlanConfig, model: "GPT", gigabytes: int) -> dict[str, tuple[str, str]]:
-    """The micro-batch, and the memory that it needs on each GPU of so many gigabytes, in words."""
+    """The micro-batch, and the memory that it needs on a GPU of this many gigabytes, in words."""
     from support.memory import estimate_memory, largest_batch, room_on_gpu
 
     width = 4 if config.dtype == "float32" else 2
@@ -154,7 +154,7 @@ def plan_cost(config: PlanConfig, seconds: float) -> dict[str, tuple[str, str]]:
         whose = "" if config.price else "our assumption, "
         note = f"at ${price:.2f} per GPU-hour, {whose}see --price"
         cost = (f"{under}${price * config.gpus * seconds / 3600:,.2f}", note)
-    time = (f"{under}{duration(seconds)}", "with validation; without HellaSwag, samples, the start")
+    time = (f"{under}{duration(seconds)}", "with validation, but not HellaSwag, samples, start-up")
     return {"time": time, "cost": cost}
 
 
@@ -196,7 +196,7 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
 
 
 def print_table(args: list[str]) -> None:
-    """A row for each preset, with the other flags: on 1 GPU, and on 8 where that differs."""
+    """Prints a row for each preset with the other flags: on 1 GPU, and on 8 where that differs."""
     columns = ["parameters", "tokens", "tokens per parameter", "B × accumulation"]
     columns += ["memory per GPU", "time", "cost", "checkpoint"]
     print(f"| `--preset` | {' | '.join(columns)} |")

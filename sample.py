@@ -36,20 +36,20 @@ ROWS = 64  # samples in a batch
 
 @dataclass
 class SampleConfig:
-    """Continue a prompt. One sample is printed while it is made, several batch by batch."""
+    """Continues a prompt. A single sample is printed token by token, several batch by batch."""
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
     prompt: str | None = None  # text, - (stdin) or @FILE: one per line; None: asks in a terminal
     num_samples: Count = 1  # continuations of each prompt
     max_new_tokens: Count = 100  # tokens to add, at most
-    temperature: Amount = 0.9  # 0 takes the likeliest token each time
+    temperature: Amount = 0.9  # 0 always takes the likeliest token
     top_k: Annotated[int, Range(0)] = 50  # draw from the k likeliest tokens; 0 = from all
-    # draw from the likeliest tokens that hold this much probability
+    # draw only from the likeliest tokens that together have this probability
     top_p: Annotated[float, Range(0, 1)] = 1.0
     stop: bool = True  # end at <|endoftext|>
     seed: int = 42  # the same seed gives the same text
     json: bool = False  # print one JSON object per sample: {"prompt": …, "text": …}
-    compile: bool = False  # takes half a minute, then saves time on each token
+    compile: bool = False  # takes half a minute, then makes each token faster
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
 

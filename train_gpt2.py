@@ -1,4 +1,4 @@
-"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a model of 1.9M on a laptop:
+"""Trains a GPT-2: the 124M reproduction on 8 GPUs, or a 1.9M model on a laptop:
 
 torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart
@@ -86,7 +86,7 @@ def train_step(
     """One update, by the gradient of the mean loss over all micro-batches and processes.
 
     Returns the loss and the gradient's norm before clipping, scalars on the device, the same on
-    every process; and judge's reason to skip the update, or "". A judge makes the CPU wait.
+    every process; and judge's reason to skip the update, or "". With a judge, the CPU waits.
     """
     model.train()
     loss_accum = torch.zeros((), device=world.device)
@@ -141,7 +141,7 @@ class Run:
     evaluations: Evaluations
     data: dict[str, Any]  # resume.identify_data's
     machine: dict[str, Any]  # resume.describe_machine's
-    peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it changes with the other load
+    peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it varies with other load
     progress: Progress
     writer: Writer
     first_step: int  # of this process
@@ -171,11 +171,11 @@ def build_run(
     world: World,
     resumed_from: Checkpoint | None,
 ) -> Run:
-    """Builds all parts of a run, a new one or one that goes on from a checkpoint.
+    """Builds all parts of a run, new or resumed from a checkpoint.
 
-    Data come first: errors in them appear before the slow steps. The model is compiled before the
-    micro-batch is chosen, and DDP wraps it after that, because its buckets take memory. Optimizers
-    come last, because sharding changes parameters.
+    Data come first, so that errors in them appear before the slow steps. The model is compiled
+    before the micro-batch is chosen, and DDP wraps it after that, because its buckets take memory.
+    Optimizers come last, because sharding changes parameters.
     """
     data = resume.identify_data(config, resumed_from)
     dtype, peak = start_device(config, world, resumed_from)
@@ -219,12 +219,12 @@ def build_run(
 def start_device(
     config: TrainConfig, world: World, resumed_from: Checkpoint | None = None
 ) -> tuple[torch.dtype, float]:
-    """Says what computes. Returns the autocast dtype and the peak of all GPUs, in FLOP/s."""
+    """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
     before = resumed_from.state["dtype"] if resumed_from else ""
     dtype, reason = pick_dtype(world.device, config.dtype, world, before)
     kernel = sdpa_choice(world.device, dtype, config)
     world.say(f"device: {world.device}, {dtype_name(dtype)} ({reason}){kernel}")
-    if world.device.type == "cpu":  # its peak changes with its other load
+    if world.device.type == "cpu":  # its peak varies with other load
         return dtype, 0.0
     peak, source = peak_flops(world.device, dtype)
     world.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
@@ -262,7 +262,7 @@ def build_model(
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
     Its vocabulary must be the data's. A flag sets the GPTConfig field of its name. Loaded weights
-    keep their own fields, but for those of the same math. With --init-from, flags also set the
+    keep their own fields, except those marked SAME_MATH. With --init-from, flags also set the
     context length and what the files lack.
     """
     tokenizer = tokenizer_of_data(config.data_dir)
@@ -286,7 +286,7 @@ def build_model(
     refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
     refuse_other_sizes(origin, model.config, flags, typed)
     warning = wrong_vocabulary(config.preset, tokenizer.vocab_size)
-    world.say(f"vocabulary: {tokenizer}, of {config.data_dir}{warning}")
+    world.say(f"vocabulary: {tokenizer}, from {config.data_dir}{warning}")
     world.say(
         f"model: {model.num_params():,} parameters, {model.origin or 'new'} (embedding padded to "
         f"{model.config.padded_vocab_size} rows in memory)"
@@ -294,12 +294,12 @@ def build_model(
     if difference := model.fingerprint.difference:
         world.say(f"model: not a GPT-2: {difference}; only this code can read its checkpoints")
     sharding.shard(model, world, config.sharding)
-    world.say(f"kernels: {compile_model(model, world.device, config.compile)}")
+    world.say(f"model: {compile_model(model, world.device, config.compile)}")
     return model
 
 
 def evaluate_due(run: Run) -> bool:
-    """Makes and records the evaluations that are due, if any. It does not affect training."""
+    """Makes and records the evaluations that are due, if any. They do not affect training."""
     progress = run.progress
     progress.lower = None
     due = run.evaluations.due(progress.step)
@@ -436,14 +436,14 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
 
 
 def end_diverged(run: Run, reason: str) -> NoReturn:
-    """Records that the run diverged, and raises a UserError with the two ways on."""
+    """Records that the run diverged, and raises a UserError with two commands, a line each."""
     step = run.progress.step
     run.log.record(step, "diverged", reason=reason)
     again = run.command_to_resume()
     raise UserError(
-        f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}. To find "
-        f"the operation: {again} --find-nan. To go on: {again} with a lower --learning-rate or "
-        "--dtype float32."
+        f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}",
+        f"to find the operation: {again} --find-nan",
+        f"to resume, with a lower --learning-rate or --dtype float32: {again}",
     )
 
 
@@ -492,16 +492,16 @@ def save_checkpoint(run: Run) -> None:
 
 
 def end_interrupted(run: Run, problem: str) -> None:
-    """Saves the last completed update, and says how to go on. Raises UserError for a problem."""
+    """Saves the last completed update, and says how to resume. Raises UserError for a problem."""
     saved = f"{run.own_path()} is saved"
     if run.progress.step == 0:
-        saved = "before the first update: nothing to save"
+        saved = "there is nothing to save before the first update"
     elif run.writer.settle() != run.own_path():
         save_checkpoint(run)
         run.writer.settle()
     if run.world.is_main:
         plots.redraw(run.config.log_dir)
-    saved += f"; go on with: {run.command_to_resume()}"
+    saved += f"; resume with: {run.command_to_resume()}"
     if problem:
         raise UserError(f"{problem}; {saved}")
     run.world.say(f"interrupted: {saved}")
@@ -520,8 +520,7 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
     try:
         run = build_run(config, args, typed, world, resumed_from)
         run.stop.listen()
-        B = run.train_loader.B
-        about = report.describe_run(config, world, run.dtype, B, run.command())
+        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command())
         about["model"] = dataclasses.asdict(run.model.config)
         about["parameters"] = run.model.num_params()
         resume.start_logs(config, run.log, resumed_from, about)
@@ -535,14 +534,14 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         raise UserError(explain_out_of_memory(batch_size, config)) from None
     finally:
         if run:
-            run.writer.thread.shutdown()  # no end of the run loses what is being written
+            run.writer.thread.shutdown()  # however the run ends, finish what is being written
             run.log.close()
 
 
 def find_start(
     config: TrainConfig, typed: set[str], world: World
 ) -> tuple[TrainConfig, Checkpoint | None]:
-    """The checkpoint to go on from, if any, and the settings in force, checked again."""
+    """The settings in force, checked again, and the checkpoint to resume from, if any."""
     resumed_from = resume.find_checkpoint(config, world)
     if resumed_from:
         config = with_typed_warmup(config, typed, resumed_from.state["config"])
@@ -596,7 +595,7 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
 
 
 def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
-    """Prints validation loss and HellaSwag of --init-from's model, as training does."""
+    """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
     config = dataclasses.replace(config, sample_every=0)
     dtype, _ = start_device(config, world)
     model = build_model(config, typed, world)

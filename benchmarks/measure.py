@@ -39,7 +39,7 @@ class Side:
     options: dict
     amount: float  # of its unit, done by one run
     unit: str = "tokens/s"
-    peak: float = 0.0  # what the hardware can do, in this unit; 0 = not known
+    peak: float = 0.0  # what the hardware can do, in this unit; 0 = unknown
     processes: int = 1
 
 
@@ -49,7 +49,7 @@ here: dict = {}  # its World and its `run`
 
 
 def start(side: Side, device: str, rank: int, port: int) -> dict:
-    """Makes what the side runs, and runs it once -> the numbers that this returns."""
+    """Makes what the side runs, and runs it once -> the numbers that it returns."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
     os.environ.update(
         RANK=str(rank),
@@ -119,7 +119,7 @@ def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False
 
     A side takes turns with its base: the first side, or with `chain` the one before it. The row of
     a side that fails has an error, and no other side takes turns with it. Processes end as soon
-    as they are not needed: the memory is for the others.
+    as they are not needed, to leave their memory to the others.
     """
     base = None
     for side in sides:

@@ -1,7 +1,6 @@
-"""What the benchmarks measure: this repository, transformers, nanoGPT, build-nanogpt's ways.
+"""What the benchmarks measure: this repository, transformers, nanoGPT, build-nanogpt.
 
-For bench.py, functions here make a side of a comparison (measure.Side): from the World and the
-side's options they make the function that is timed.
+A function for bench.py takes a World and the options of a measure.Side, and returns what is timed.
 """
 
 import importlib
@@ -60,8 +59,8 @@ def training(
 ) -> Callable:
     """The real train_step on made-up tokens; the run returns the loss.
 
-    theirs: "hf" for the model of transformers, or a clone of nanoGPT. on: which techniques are on,
-    see bench.py's TECHNIQUES.
+    theirs: "hf" for the model of transformers, or a clone of nanoGPT. on: which of bench.py's
+    TECHNIQUES are on.
     """
     torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
     if on["keep_memory"]:
@@ -124,7 +123,7 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
 
 
 def find_nanogpt(peer: str) -> Path:
-    """A clone of nanoGPT. Raises UserError if that is not one."""
+    """The path of a nanoGPT clone. Raises UserError if it is none."""
     if not Path(peer, "train.py").exists() or not Path(peer, "configurator.py").exists():
         raise UserError(
             f"--peer {peer!r} is no clone of nanoGPT: git clone https://github.com/karpathy/nanoGPT"
@@ -133,7 +132,7 @@ def find_nanogpt(peer: str) -> Path:
 
 
 def import_nanogpt(peer: str | Path) -> Any:
-    """nanoGPT's model.py instead of ours, for its train.py, too."""
+    """Imports nanoGPT's model.py instead of ours, also for its own train.py."""
     sys.path.insert(0, str(peer))
     sys.modules.pop("model", None)
     return importlib.import_module("model")

@@ -1,7 +1,7 @@
 """A checkpoint: a complete Hugging Face model, with `training_state.pt` beside the weights.
 
 It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the SHA-256 of its
-files, to find later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
+files, to detect later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
 """
 
 import json
@@ -38,7 +38,7 @@ BESIDE = {"cuda"}  # devices that train on while a thread writes: a CPU would sh
 
 @dataclass
 class Checkpoint:
-    """A checkpoint to go on from, and the damaged ones that are newer."""
+    """A checkpoint to resume from, and the damaged ones that are newer."""
 
     path: Path
     state: dict[str, Any]
@@ -79,9 +79,9 @@ def step_of(path: Path) -> int:
 
 @dataclass
 class Writer:
-    """Writes a run's checkpoints, on rank 0. On a GPU a thread does it, and training goes on.
+    """Writes a run's checkpoints, on rank 0. On a GPU, a thread does it while training continues.
 
-    The thread has copies, and makes no collective. If it fails, Stop ends the run.
+    The thread has copies, and calls no collective. If it fails, Stop ends the run.
     """
 
     stop: Stop
@@ -149,8 +149,8 @@ def write(
     except Exception as e:  # torch's and safetensors' writers have errors of their own
         shutil.rmtree(beside, ignore_errors=True)  # it may have filled the disk
         raise UserError(
-            f"{final} cannot be written ({first_line(e)}); older files are intact: mend that or "
-            "make room, then go on with --resume auto"
+            f"{final} cannot be written ({first_line(e)}); older files are intact: fix that or "
+            "make room, then resume with --resume auto"
         ) from e
     prune(final.parent, keep, (state.get("best") or {}).get("step"))
     return final
@@ -193,8 +193,8 @@ def find(candidates: list[Path], world: World) -> Checkpoint | None:
             world.say(f"skipping {candidate}: {problem}")
             damaged.append(candidate)
         if damaged and not path:
-            hint = "--overwrite starts anew, --init-from takes weights"
-            raise UserError(f"{problem}; no other is whole: {hint}")
+            hint = "start over with --overwrite, or take the weights with --init-from"
+            raise UserError(f"{problem}; no other checkpoint is whole: {hint}")
     path, damaged = world.broadcast((path, damaged))
     return Checkpoint(path, load_state(path), damaged) if path else None
 
@@ -228,7 +228,7 @@ def load_state(directory: Path) -> dict:
     version = state.get("version", 1)  # the first ones did not say
     if version != VERSION:
         raise UserError(
-            f"{path} is of version {version}, this program reads {VERSION} (CHANGELOG.md): go on "
+            f"{path} is of version {version}, but this code reads {VERSION} (CHANGELOG.md): resume "
             f"with the revision that wrote it, or take its weights with --init-from {directory}"
         )
     return state

@@ -68,7 +68,7 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
 
 
 def say(message: str) -> None:
-    """Prints. If nobody can read that any more (`| head`, a full disk), goes on in silence."""
+    """Prints. If nobody can read that any more (`| head`, a full disk), falls silent."""
     try:
         print(message, flush=True)
     except OSError:
@@ -82,6 +82,11 @@ def silence_stdout() -> None:
 def duration(seconds: float) -> timedelta:
     """Prints as hours:minutes:seconds."""
     return timedelta(seconds=round(seconds))
+
+
+def counted(n: int, noun: str, ending: str = "s") -> str:
+    """'1 shard' or '2 shards'."""
+    return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
 
 
 # -- flags
@@ -135,7 +140,7 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
 
 
 @contextmanager
-def reading(name: str | Path, mend: str = "fix that to go on") -> Iterator[None]:
+def reading(name: str | Path, mend: str = "fix that, then start again") -> Iterator[None]:
     """Turns any error of a library into one sentence: `name` cannot be read, and why."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""What runs compiled: the blocks and the loss, in place. And whether anything can be compiled here.
+"""What runs compiled: the blocks and the loss, in place; and whether this machine can compile.
 
 Attention's backward pass in bfloat16 on a CPU is in support/attention.py.
 """
@@ -20,15 +20,14 @@ def why_not_compile(device: torch.device) -> str:
         torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
         return ""
     except Exception as error:  # no compiler, no Triton, an unsupported Python, …
-        reason = f"{type(error).__name__}; it needs a C++ compiler such as g++"
-        return f"torch.compile does not work here ({reason})"
+        kind = type(error).__name__
+        return f"torch.compile does not work here: {kind}; it needs a C++ compiler such as g++"
 
 
 def compile_model(model: GPT, device: torch.device, asked: bool) -> str:
     """Compiles the model, if asked and possible -> how it runs, in words."""
-    problem = why_not_compile(device) if asked else "--no-compile"
-    if problem:
-        return f"not compiled: {problem}"
+    if problem := why_not_compile(device) if asked else "--no-compile":
+        return f"not compiled ({problem})"
     compile_blocks(model, recompute=device.type == "cpu")
     return "compiled"
 

@@ -60,7 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
-    """Seeds PyTorch for one update on one rank: after a resume, dropout would draw the same."""
+    """Seeds PyTorch for one update on one rank, so that after a resume, dropout draws the same."""
     [bits] = np.random.SeedSequence((seed, step, rank)).generate_state(1, np.uint64)
     torch.manual_seed(int(bits))
 
@@ -82,11 +82,11 @@ def pick_dtype(
 ) -> tuple[torch.dtype, str]:
     """The dtype for autocast on this device, and the reason.
 
-    auto is the one before, of a resumed run, else the fastest that trains well: float32 for all
-    processes of `world`, if one CPU prefers it.
+    auto is the one before if the run is resumed, else the fastest that trains well. That is float32
+    for all processes of `world` if one of their CPUs prefers it.
     """
     if name != "auto":
-        return getattr(torch, name), "as asked"
+        return getattr(torch, name), "--dtype"
     if before:
         return getattr(torch, before), "as before"
     if device.type == "cuda":
@@ -98,7 +98,7 @@ def pick_dtype(
         slow = world.any(ratio <= 1.5) if world else ratio <= 1.5
         reason = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
         return torch.float32 if slow else torch.bfloat16, reason
-    return torch.bfloat16, f"{device.type} has it"
+    return torch.bfloat16, f"{device.type} supports it"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -111,7 +111,7 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 
 
 def sdpa_choice(device: torch.device, dtype: torch.dtype, config: TrainConfig) -> str:
-    """The kernel that PyTorch takes for the attention of such heads on a GPU; elsewhere empty."""
+    """The attention kernel that PyTorch picks for these heads on a GPU; empty elsewhere."""
     if device.type != "cuda":
         return ""
     hs = config.n_embd // config.n_head
@@ -125,7 +125,7 @@ def sdpa_choice(device: torch.device, dtype: torch.dtype, config: TrainConfig) -
 def bfloat16_speed() -> float:
     """The speed of bfloat16 matmuls on this CPU, relative to float32: the best of 15 each.
 
-    CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, others emulate it.
+    CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, and others emulate it.
     """
     cpu = torch.device("cpu")
     pair = (torch.float32, torch.bfloat16)
@@ -158,8 +158,8 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 def keep_freed_memory(device: torch.device) -> None:
     """On a CPU, makes the C library keep freed memory for the next tensors of this process.
 
-    Linux would fill it with zeros again, for a tenth to a quarter of a step. But holes take 5% of
-    the 124M's peak, a third of the quickstart's.
+    Otherwise Linux fills it with zeros again, which takes a tenth to a quarter of a step. The price
+    is memory lost in holes: 5% of the 124M's peak, a third of the quickstart's.
     """
     if device.type == "cpu" and sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
@@ -168,7 +168,7 @@ def keep_freed_memory(device: torch.device) -> None:
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int | None:
-    """Free bytes of a GPU, or for each of so many processes on this machine; None if unknown."""
+    """Free bytes of a GPU, or for each of the processes on this machine; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or 0)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from support.common import UsageError, UserError, say
+from support.common import UsageError, UserError, counted, say
 from support.device import pick_device
 
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class World:
         if device.type == "cuda":
             gpus = torch.cuda.device_count()
             if self.local_size > gpus:
-                problem = f"{self.local_size} processes on a machine with {gpus} GPUs"
+                problem = f"{self.local_size} processes on a machine with {counted(gpus, 'GPU')}"
                 raise UserError(f"{problem}: use --nproc_per_node={gpus}")
             device = torch.device("cuda", self.local_rank)
             if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
@@ -65,7 +65,7 @@ class World:
         return device
 
     def join(self) -> None:
-        """Meets the other processes."""
+        """Joins the process group."""
         store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun's store outlives the workers that it restarts, and so would the dead
@@ -112,7 +112,7 @@ class World:
 
     @property
     def launcher(self) -> str:
-        """What starts so many processes on so many nodes."""
+        """The command that starts this many processes on this many nodes."""
         if self.size == 1:
             return "python"
         nodes = self.size // self.local_size
@@ -150,7 +150,7 @@ class World:
         return values[0]
 
     def warm_up_nccl(self) -> None:
-        """Makes a first sum: NCCL takes its memory for it, and keeps that."""
+        """Makes a first sum, for which NCCL allocates the memory that it then keeps."""
         self.sum(torch.zeros(2**23, device=self.device))
 
     def launches(self) -> list[str]:
@@ -188,9 +188,9 @@ class Interrupted(Exception):
 class Stop:
     """Ends a run on all processes at the same point, by Interrupted.
 
-    `ask` begins to add up what the processes wish, and `heed` waits for that. Between the two, GPUs
-    compute. `check` does both. After `listen`, SIGTERM and SIGINT wish for an end. A second SIGINT
-    ends at once. A second SIGTERM does not: SLURM sends one, torchrun another.
+    `ask` begins to add up what the processes want, and `heed` waits for the sums; GPUs compute in
+    between. `check` does both. After `listen`, SIGTERM and SIGINT ask for an end. A second SIGINT
+    ends at once; a second SIGTERM does not, because SLURM sends one and torchrun another.
     """
 
     def __init__(self, world: World):

@@ -15,7 +15,7 @@ from support.common import UserError, first_line
 from support.sharding import is_sharded
 
 SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
-MOST_SKIPPED = 50  # updates in a row: the model learns nothing any more
+MOST_SKIPPED = 50  # updates in a row: the model has stopped learning
 
 
 def is_spike(value: float, recent: list[float], limit: float) -> bool:
@@ -28,7 +28,7 @@ def is_spike(value: float, recent: list[float], limit: float) -> bool:
 def judge_update(
     progress: Progress, loss: float, norm: float, *, limit: float, float16: bool
 ) -> str:
-    """Why an update must be skipped; empty if not. It counts, and moves the windows, of progress.
+    """Why an update must be skipped; empty if not. It updates the windows in progress.
 
     limit: standard deviations that make a spike (--skip-spikes); 0 skips only float16's overflows.
     """
@@ -47,7 +47,7 @@ def judge_update(
 
 
 def why_stop(progress: Progress, loss: float, norm: float, skipped: str) -> str:
-    """Why training cannot go on after an update; empty if it can."""
+    """Why training cannot continue after an update; empty if it can."""
     if progress.skipped_in_a_row == MOST_SKIPPED:
         return f"{MOST_SKIPPED} updates in a row were skipped, the last because of: {skipped}"
     if skipped or (math.isfinite(loss) and math.isfinite(norm)):

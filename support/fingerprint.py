@@ -15,7 +15,7 @@ from support.common import UserError, first_line, reading
 from support.hf import EMBEDDING, POSITIONS, Fingerprint, Pretrained
 
 CLOSE = 1e-4  # standard deviations of the logits; rounding makes 2e-6, exact GELU 1e-3
-LARGE = 100.0  # times the logits of the made-up parameters are a trained model's, in size
+LARGE = 100.0  # how many times larger a trained model's logits are than the made-up one's
 
 
 # Without oneDNN, torch.set_float32_matmul_precision changes nothing here.

@@ -93,7 +93,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
     with reading(path):
         if not path.exists():
             here = ", ".join(sorted(map(str, directory.glob("ckpt_*")))) or "none"
-            raise UserError(f"{path} is missing: give a model (checkpoints here: {here})")
+            raise UserError(f"{path} is missing: name a model (checkpoints here: {here})")
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
             loss = theirs.get("loss", float("nan"))  # older files lack it

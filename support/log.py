@@ -16,8 +16,8 @@ from support.common import UserError, say, sync, write_whole, writing
 
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")
-RECENT = 10  # reports average so many of the last training losses: a single loss is noise
-GO_ON = "go on with --resume auto"
+RECENT = 10  # reports average this many of the last training losses: one alone is noisy
+GO_ON = "resume with --resume auto"
 
 
 class Log:
@@ -139,7 +139,7 @@ def line_of(record: dict) -> str:
 
 
 def is_before(record: dict, step: int, evaluated: bool) -> bool:
-    """Whether a record stays in the log of a run that goes on at this step, evaluated or not."""
+    """Whether a record stays in the log of a run that resumes at this step, evaluated or not."""
     at = record.get("step", 0)
     if record["type"] in ("run", "resume"):
         return at <= step

@@ -1,6 +1,6 @@
 """How much memory a training process needs, and the largest micro-batch that fits.
 
-plan.py prints the estimate before a run. Training uses it where it cannot try a micro-batch out.
+plan.py prints the estimate before a run. Training uses it where it cannot try out a micro-batch.
 """
 
 import math
@@ -16,7 +16,7 @@ from support.sharding import is_sharded
 
 FLOAT32 = 4  # bytes
 HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
-# The part of the free memory that an estimate may fill. On a GPU, the rest is for an error of 15%
+# The fraction of free memory that an estimate may fill. On a GPU, the rest is for an error of 15%
 # and HEADROOM; on a CPU, for other programs and holes in the heap (device.keep_freed_memory).
 FILL = {"cpu": 0.5, "cuda": 0.8}
 
@@ -75,7 +75,7 @@ def state_memory(model: GPT, config: TrainConfig, width: int, processes: int = 1
         "gradients": weights // shards,
         # beside the gradients of the earlier micro-steps
         "DDP buckets": weights if sharding == "ddp" else 0,
-        "moments": moments // shards,
+        "optimizer state": moments // shards,
     }
     if sharding == "zero1":  # all is whole until the update's last backward pass
         parts["weight copies"] += weights
@@ -94,8 +94,8 @@ def fit_batch_size(
 ) -> int:
     """The micro-batch: as asked, as before a resume, or the largest that fits on every process.
 
-    On a GPU it tries sizes. On a CPU and for a sharded model it uses the estimate: on a CPU, the
-    system would kill the process; and the others would wait for one that failed to gather weights.
+    On a GPU it tries sizes. It uses the estimate on a CPU, where the system would kill the process,
+    and for a sharded model, whose other processes would wait for one that failed.
     """
     sequences = config.total_batch_size // config.sequence_length // world.size
     B = config.batch_size or before
@@ -141,11 +141,11 @@ def runs_out_of_memory(
 ) -> bool:
     """Whether a micro-batch of B sequences is too large for this GPU.
 
-    Training also needs moments, buckets and HEADROOM, so the trial holds as much memory as these.
+    Training also needs optimizer state, buckets and HEADROOM, so the trial sets that memory aside.
     """
     parts = state_memory(model, config, dtype.itemsize, world.shard_group_size)
     total = torch.cuda.get_device_properties(world.device).total_memory
-    beside = parts["moments"] + parts["DDP buckets"] + round(HEADROOM * total)
+    beside = parts["optimizer state"] + parts["DDP buckets"] + round(HEADROOM * total)
     try:
         held = torch.empty(beside, dtype=torch.uint8, device=world.device)
         x = torch.zeros(B, config.sequence_length, dtype=torch.int64, device=world.device)
@@ -165,7 +165,7 @@ def runs_out_of_memory(
 
 
 def refuse_too_large(make: Callable[[], GPT], processes: int) -> None:
-    """Raises UserError if so many processes have no room on the CPU for the weights of make()."""
+    """Raises UserError if the CPU's memory cannot hold the weights of make() in every process."""
     with torch.device("meta"):
         model = make()
     need = sum(p.nbytes for p in model.parameters())
@@ -173,7 +173,7 @@ def refuse_too_large(make: Callable[[], GPT], processes: int) -> None:
     if need > free:
         raise UserError(
             f"the weights of n_layer {model.config.n_layer} and n_embd {model.config.n_embd} need "
-            f"{need:,} bytes, and each process has {free:,} here: choose a smaller model"
+            f"{need:,} bytes, but each process has only {free:,}: choose a smaller model"
         )
 
 
@@ -189,6 +189,4 @@ def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:
         mend = f"--batch-size {batch_size // 2}"
     elif not config.activation_checkpointing:
         mend = "--activation-checkpointing"
-    return (
-        f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; the run stays the same"
-    )
+    return f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; the run is the same"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from support import DataLoaderLite, Progress, TrainConfig, World
-from support.common import duration, write_whole
+from support.common import counted, duration, write_whole
 from support.device import device_name, dtype_name
 from support.log import RECENT, read_metrics, starts_of
 from support.tokenizer import Tokenizer, gpt2
@@ -61,10 +61,11 @@ def describe_batch(config: TrainConfig, processes: int, train: DataLoaderLite) -
     accumulation = total // (train.B * train.T * processes)
     steps = train.num_sequences * train.T / total  # of an epoch
     return (
-        f"train: {len(train.shards)} shard(s), {train.num_tokens:,} tokens in {config.data_dir}\n"
+        f"train: {counted(len(train.shards), 'shard')}, {train.num_tokens:,} tokens in "
+        f"{config.data_dir}\n"
         f"batch: B {train.B} × T {train.T} × accumulation {accumulation} × ranks {processes} "
-        f"= {total:,} tokens; an epoch is {steps:,.1f} steps, the run {config.max_steps:,} steps "
-        f"or {config.max_steps / steps:.2f} epochs, {config.warmup_steps:,} steps of it warm-up"
+        f"= {total:,} tokens\nrun: {counted(config.max_steps, 'step')}, {config.warmup_steps:,} of "
+        f"warm-up; {config.max_steps / steps:.2f} epochs of {steps:,.1f} steps"
     )
 
 
@@ -114,20 +115,20 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         rows["speed"] = f"{speed:,.0f} tokens/s: median of the updates"
         if mfus := [update["mfu"] for update in updates if "mfu" in update]:
             rows["MFU"] = f"{statistics.median(mfus):.1%}: median of the updates"
-        rows["memory"] = f"{memory / 1e9:.2f} GB at most, on one process"
+        rows["memory"] = f"{memory / 1e9:.2f} GB at most, in one process"
         loss = statistics.fmean(losses)
         rows["training loss"] = f"{loss:.4f}, mean of the last {len(losses)}"
         if vals := of_type(records, "val"):
             gap = vals[-1]["val_loss"] - loss
-            rows["validation minus training"] = f"{gap:+.4f}: grows with what is learned by heart"
+            rows["validation minus training"] = f"{gap:+.4f}: grows as the model memorizes its text"
         if last.get("best"):
             rows["best checkpoint"] = describe_best(last["best"])
     for record in records:  # the last evaluation of each kind
         rows |= record.get("figures", {})
         if record.get("nats_per_character"):
             rows["nats/character"] = f"{record['nats_per_character']:.4f}"
-    machine = "{name}; processes: {processes}, CPU threads of each: {threads}"
-    rows["machine"] = machine.format(**about["device"])
+    name, ranks, threads = map(about["device"].get, ("name", "processes", "threads"))
+    rows["machine"] = f"{name}; {counted(ranks, 'process', 'es')} × {counted(threads, 'thread')}"
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     rows["code"] = f"revision {about['git'] or 'unknown'}; {about['dtype']}; {versions}"
     return rows
@@ -169,5 +170,5 @@ def last_words(
         train = f"{python} train_gpt2.py --preset quickstart {mine} --log-dir log/mine"
         lines["Your own text:"] = f"{python} fineweb.py --source my.txt{size} {mine}"
         lines["  then"] = f"{train} --sample-prompt 'The '"
-        lines["GPT-2 itself:"] = f"{python} plan.py says how long it takes on which GPUs"
+        lines["GPT-2 itself:"] = f"{python} plan.py (hours and dollars on GPUs)"
     return "\n".join(["", *(f"{name:16}{line}" for name, line in lines.items())])

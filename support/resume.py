@@ -21,9 +21,9 @@ SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device", "fi
 SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best"}
 
 # What a change means, where its name does not say it
-REORDERED = " (the rest of this epoch has another order: some sequences come again, others never)"
+REORDERED = " (the rest of this epoch has another order: some sequences repeat, others are missed)"
 MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
-MEANINGS["val_tokens"] = " (validation losses do not compare with those before)"
+MEANINGS["val_tokens"] = " (validation losses are not comparable with those before)"
 
 
 # -- commands
@@ -34,7 +34,7 @@ def command_line(launcher: str, args: list[str]) -> str:
 
 
 def args_to_resume(args: list[str]) -> list[str]:
-    """The arguments that go on with the run that these began."""
+    """The arguments that resume the run that these began."""
     left_out = ("--resume", "--overwrite")
     kept = [
         arg
@@ -48,7 +48,7 @@ def args_to_resume(args: list[str]) -> list[str]:
 
 
 def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
-    """If torchrun restarted the processes: goes on with the run that they had begun, if they had.
+    """If torchrun restarted the processes, resumes the run that they had begun, if they had.
 
     A run has begun when its start is in metrics.jsonl. Older checkpoints are out of the way before
     that. Rank 0 decides, because a shared disk may show two nodes two states.
@@ -67,7 +67,7 @@ def records_of(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def find_checkpoint(config: TrainConfig, world: World) -> Checkpoint | None:
-    """The checkpoint to go on from; None for a new run.
+    """The checkpoint to resume from; None for a new run.
 
     auto takes the newest of log_dir. If there is none yet, it takes the checkpoint from elsewhere
     that the run in log_dir began with.
@@ -131,7 +131,7 @@ def compare_settings(
     fixed += [field.name for field in model_fields if "same_math" not in field.metadata]
     refused = [changed[name] for name in fixed if name in changed]
     unknown = set(state["model"]) - {field.name for field in model_fields}
-    refused += [f"{name}, which this program does not know" for name in sorted(unknown)]
+    refused += [f"{name}, which this code does not know" for name in sorted(unknown)]
     if refused:
         raise UserError(
             f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: use its "
@@ -162,7 +162,7 @@ def say_what_differs(world: World, resumed_from: Checkpoint, changed: list[str])
     here = describe_machine(world)
     moved = [f"{key} {then[key]} -> {here[key]}" for key in here if then[key] != here[key]]
     if moved:
-        world.say(f"  so the uninterrupted run may have other bits: {', '.join(moved)}")
+        world.say(f"  so its last bits may differ from the uninterrupted run's: {', '.join(moved)}")
 
 
 def identify_data(config: TrainConfig, resumed_from: Checkpoint | None) -> dict[str, dict]:
@@ -179,7 +179,7 @@ def identify_data(config: TrainConfig, resumed_from: Checkpoint | None) -> dict[
     for split in splits:
         before = then.get(split, now[split])
         refuse_other_shards(data_dir, before, now[split], resumed_from.path)
-    return then | now  # without validation, the split that the run had is kept
+    return then | now  # without validation, what was recorded of its split is kept
 
 
 def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> None:
@@ -244,7 +244,7 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
 def start_logs(
     config: TrainConfig, log: Log, resumed_from: Checkpoint | None, about: dict[str, Any]
 ) -> None:
-    """Begins the logs, or goes on with those of the checkpoint's run."""
+    """Begins the logs, or continues those of the checkpoint's run."""
     step = resumed_from.state["step"] if resumed_from else 0
     if log.is_main:
         log.open_tracker(about, step)  # if it fails, the old run is still there

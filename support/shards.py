@@ -14,7 +14,7 @@ from support.common import UserError, first_line, write_whole
 
 HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, zeros
 GPT2_MAGIC = 20240520
-BLOCKS = 8  # of a shard, by which `identify` knows it
+BLOCKS = 8  # of a shard, by which `identify` recognizes it
 BLOCK = 4096  # tokens in each
 PIECE = 2**20  # tokens that are read at once
 
@@ -54,7 +54,7 @@ class Shard:
         except Exception as error:  # NumPy's parser fails in many ways
             raise UserError(
                 f"{path} is not a whole shard of uint16 tokens ({first_line(error)}): "
-                "it is damaged or truncated, make it again"
+                "it is damaged or truncated, so make it again"
             ) from error
 
     def read(
@@ -121,8 +121,8 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
 
 
 def identify(shards: list[Shard]) -> dict[str, list]:
-    """{name: [tokens, SHA-256 of the first, the last and some other blocks]}, to know the data
-    again on resume. It takes milliseconds a shard, and misses a bit that flipped elsewhere."""
+    """{name: [tokens, SHA-256 of the first, the last and some other blocks]}, to recognize
+    the data on resume. It takes milliseconds a shard, and misses a bit that flipped elsewhere."""
     identities: dict[str, list] = {}
     for shard in shards:
         count = min(BLOCK, shard.num_tokens)

@@ -69,7 +69,7 @@ class File:
     local: bool = False  # the user's own
     stamp: tuple = ()  # a local file's size, last change and SHA-256 when we began to read it
     held_out: str = ""  # if it is for validation, and so read before all others: what it is
-    # the part of it: from a character of a text to, if not to its end, a character of another
+    # the part of it: from a character of one text to a character of another, or to the end
     begin: tuple[int, int] = (0, 0)
     end: tuple[int, int] | None = None
 
@@ -304,7 +304,7 @@ def num_bytes(text: str) -> int:
 
 
 def open_file(path: str) -> Any:
-    """Opens a file as bytes, decompressed if its name says so."""
+    """Opens a file as bytes, and decompresses it if its name says so."""
     import fsspec
 
     return fsspec.open(path, compression="infer")

@@ -201,12 +201,12 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     if tokenizer:
         return tokenizer
     raise UserError(
-        f"{path} is of another kind: byte-level BPE as GPT-2's, with {END} as its last token, can "
-        "be read; fineweb.py --vocab-size trains one"
+        f"{path} is of another kind: only byte-level BPE like GPT-2's, with {END} as its last "
+        "token, can be read; fineweb.py --vocab-size trains one"
     )
 
 
-@lru_cache(maxsize=4)  # data, loaders and a checkpoint have the same; 65,536 merges take seconds
+@lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take seconds
 def parse(content: str) -> Tokenizer | None:
     """The tokenizer of a tokenizer.json; None if its ranks are not all that decides.
 
@@ -259,7 +259,7 @@ def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
         if tokenizer.sha256 != made_with.get("sha256", gpt2().sha256):
             raise UserError(
                 f"{Path(data_dir) / FILE} is missing or not the one that made the shards: put it "
-                "back, or make all anew with fineweb.py --overwrite"
+                "back, or rebuild all with fineweb.py --overwrite"
             )
     return tokenizer
 

@@ -65,5 +65,5 @@ def run_and_exit(main: Callable[[list[str]], None]) -> None:
 
 
 def end_at_ctrl_c(*_: object) -> None:
-    os.write(2, b"\ninterrupted: the same command goes on from the last whole shard\n")
+    os.write(2, b"\ninterrupted: the same command resumes from the last whole shard\n")
     os._exit(130)  # 128 + SIGINT, the shell's convention

@@ -317,7 +317,7 @@ def test_a_resume_says_whether_the_machine_and_the_data_are_those_of_before(corp
     done = train(corpus, run_dir, "--max-steps", 6, "--resume", "auto")
     assert done.returncode == 0, done.stderr
     code = f"code an older one -> {revision()}"
-    words = f"may have other bits: {code}, processes 8 -> 1, threads 64 -> 1"
+    words = f"from the uninterrupted run's: {code}, processes 8 -> 1, threads 64 -> 1"
     assert words in done.stdout
 
 
@@ -354,7 +354,7 @@ def test_a_full_disk_is_one_sentence_and_nothing_is_lost(corpus, run_dir, outcom
 
 def test_a_disk_that_is_full_of_records_is_one_sentence(corpus, tmp_path):
     done = train(corpus, tmp_path, "--max-steps", 100, largest_file=6000)
-    assert_told(done, f"{tmp_path} cannot be written (File too large)", "go on with --resume auto")
+    assert_told(done, f"{tmp_path} cannot be written (File too large)", "resume with --resume auto")
     assert done.stderr.count("\n") == 1
 
 

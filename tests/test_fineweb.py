@@ -915,7 +915,7 @@ def test_sources_that_changed_since_are_named_and_overwrite_makes_the_shards_ane
     said = sentence(make, folder, source)
     assert told[not finished] in said and contents(folder) == before
     if change != "deleted":
-        assert said.endswith("choose another --data-dir, or make it anew with --overwrite")
+        assert said.endswith("choose another --data-dir, or rebuild it with --overwrite")
         make(folder, source, overwrite=True)
         make(tmp_path / "anew", source)
         assert contents(folder) == contents(tmp_path / "anew")

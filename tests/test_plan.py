@@ -126,7 +126,7 @@ def test_the_weights_of_the_estimate_are_those_of_the_model(name):
     parts = state_memory(model, TrainConfig(), width=4)
     numbers = sum(p.numel() for p in model.parameters())
     assert parts["weights"] == parts["gradients"] == 4 * numbers
-    assert parts["moments"] == 8 * numbers
+    assert parts["optimizer state"] == 8 * numbers
 
 
 def test_sharding_divides_what_it_says():
@@ -136,10 +136,10 @@ def test_sharding_divides_what_it_says():
 
     alone, ddp, zero1, fsdp = parts("ddp", 1), parts("ddp"), parts("zero1"), parts("fsdp")
     assert ddp == alone | {"DDP buckets": ddp["weights"]}
-    for part in ("weights", "gradients", "moments"):
+    for part in ("weights", "gradients", "optimizer state"):
         assert fsdp[part] == alone[part] // 4
     assert fsdp["DDP buckets"] == 0
-    assert zero1["moments"] == fsdp["moments"]
+    assert zero1["optimizer state"] == fsdp["optimizer state"]
     whole = alone["weights"]
     assert zero1["gradients"] == fsdp["gradients"] + whole, "until the last micro-step"
     assert zero1["weight copies"] == alone["weight copies"] + whole
@@ -160,7 +160,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
     path = writer.last
     files = sum((path / name).stat().st_size for name in ("model.safetensors", checkpoint.STATE))
     parts = state_memory(model, TrainConfig(optimizer=optimizer), width=4)
-    assert parts["weights"] + parts["moments"] == pytest.approx(files, rel=0.01)
+    assert parts["weights"] + parts["optimizer state"] == pytest.approx(files, rel=0.01)
 
 
 @pytest.mark.parametrize("preset", ["gpt2-medium", "gpt2-large"])
@@ -268,7 +268,7 @@ def test_the_table_of_the_reproduction_is_what_the_program_prints(capsys):
         ("--mfu 40", "--mfu 40.0: it must be above 0 and at most 1"),
         ("--price nan", "--price nan"),
         ("--init-from gpt2 --sequence-length 2048", "know 1024 positions, 2048 were asked for"),
-        ("--n-head 7", "n_embd 768 is no multiple of n_head 7"),
+        ("--n-head 7", "n_embd 768 is not a multiple of n_head 7"),
         ("--init-from nowhere", "nowhere"),
     ],
 )

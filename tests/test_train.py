@@ -342,7 +342,7 @@ def assert_same_bits(path: Path, other: Path) -> dict:
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, way):
     flags = f"{way} --max-steps 8 --checkpoint-every 4 --val-every 4 --val-tokens 160"
     done = train(shards, tmp_path / "whole", flags)
-    if way == "--compile" and "eager" in done.stdout:
+    if way == "--compile" and "not compiled" in done.stdout:
         pytest.skip("no compiler here")
     whole = tmp_path / "whole"
     cut = shutil.copytree(whole, tmp_path / "cut")
@@ -510,7 +510,7 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
     for words in (
         "seed 1337 -> 7 (the rest of this epoch has another order",
         "shuffle True -> False (the rest of this epoch has another order",
-        "val_tokens 10485760 -> 99 (validation losses do not compare",
+        "val_tokens 10485760 -> 99 (validation losses are not comparable",
         "batch_size 2 -> 4",
         "total_batch_size 64 -> 128",
     ):
@@ -608,13 +608,13 @@ def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, n
 def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch, capsys):
     config = TrainConfig(dtype="bfloat16", n_head=24)
     train_gpt2.start_device(config, WORLD)
-    assert capsys.readouterr().out == "device: cpu, bfloat16 (as asked)\n"
+    assert capsys.readouterr().out == "device: cpu, bfloat16 (--dtype)\n"
     gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
     monkeypatch.setattr("train_gpt2.peak_flops", lambda device, dtype: (1e12, "a test"))
     train_gpt2.start_device(config, gpu)
-    line = "device: cuda, bfloat16 (as asked), cudnn_attention for heads of 32\n"
+    line = "device: cuda, bfloat16 (--dtype), cudnn_attention for heads of 32\n"
     assert capsys.readouterr().out.startswith(line)
 
 
@@ -703,7 +703,7 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_says_where(shards, tmp_pa
     assert "Traceback" not in printed
     assert read_records(tmp_path / "log")[-1]["type"] == "diverged"
     before = contents(tmp_path)
-    [rerun] = re.findall(r"find the operation: python (.*? --find-nan)\.", printed)
+    [rerun] = re.findall(r"find the operation: python (.*? --find-nan)$", printed, re.MULTILINE)
     found = run_program([sys.executable, *shlex.split(rerun)])
     assert found.returncode == 1
     assert "the first output that is not finite is that of transformer.h.0" in found.stderr
@@ -937,7 +937,7 @@ def run_without(left_out: str, shards, log_dir, flags: str) -> str:
 def test_an_untyped_warm_up_follows_the_length_of_the_run(corpus, tmp_path, first, then, steps):
     place = (corpus, tmp_path / "log")
     said = run_without("--warmup-steps", *place, f"--checkpoint-every 10 --max-steps 10 {first}")
-    assert f"{first[-1:] or 1} steps of it warm-up" in said
+    assert f" {first[-1:] or 1} of warm-up" in said
     said = run_without("--warmup-steps", *place, f"--resume auto {then}")
     before = int(first[-1:] or 1)
     assert (f"warmup_steps {before} -> {steps}" in said) == (before != steps)
@@ -977,7 +977,7 @@ def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags
     args.append(f"--data-dir={tmp_path}")  # not what make quickstart leaves here
     config, typed = parse_command_line([*args, "--no-compile"])
     if has:
-        with pytest.raises(UserError, match=rf"model {has} leave these flags out.*--init-from"):
+        with pytest.raises(UserError, match=rf"model {has} leave these flags out.* from scratch$"):
             build_model(config, typed, WORLD)
     else:
         assert build_model(config, typed, WORLD).config.n_layer == 2
@@ -1053,7 +1053,7 @@ def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir):
     config = TrainConfig(log_dir=str(run_dir))
     run = Mock(config=config, progress=Progress())
     run.command_to_resume.return_value = "AGAIN"
-    with pytest.raises(UserError, match=r"operation: AGAIN --find-nan.*go on: AGAIN with a lower"):
+    with pytest.raises(UserError, match=r"operation: AGAIN --find-nan; to resume.*: AGAIN$"):
         end_diverged(run, "the loss is nan")
     assert run.log.record.call_args.kwargs == {"reason": "the loss is nan"}
 
@@ -1093,7 +1093,7 @@ def test_a_shard_that_disappears_ends_the_run_with_its_updates_saved(shards, tmp
         shard.unlink()
     done = server.finish()
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert re.search(r"_train_00000\d.npy.*is saved; go on with:.*--resume auto", done.stderr)
+    assert re.search(r"_train_00000\d.npy.*is saved; resume with:.*--resume auto", done.stderr)
     [saved] = checkpoint.checkpoints(tmp_path / "log")
     assert checkpoint.step_of(saved) == len(losses(tmp_path / "log"))
 
