@@ -34,7 +34,7 @@ MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
 class BenchConfig:
     """Measures hot paths. Without flags, adds one technique after another to a training step."""
 
-    # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with that of --peer
+    # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with the clone in --peer
     against: Literal["", "hf", "nanogpt"] = ""
     peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
     sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
@@ -46,7 +46,7 @@ class BenchConfig:
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
     sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
     max_batch: CountOrZero = 0  # the largest micro-batch of --sweep; 0 = 16 on a CPU, 128 on a GPU
-    rounds: Count = 3  # turns that each side takes
+    rounds: Count = 3  # how often each side is measured, in alternation
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
 

@@ -55,15 +55,15 @@ class TrainConfig:
     decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps in which it decays
     weight_decay: Amount = 0.1  # of matrices and embeddings
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
-    embedding_lr: Positive = 1.0  # muon: the embeddings' rate, as a multiple of learning_rate
-    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # AdamW's
-    beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # AdamW's
-    eps: Positive = 1e-8  # AdamW's
+    embedding_lr: Positive = 1.0  # with muon, the embeddings' rate as a multiple of learning_rate
+    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW, which with muon updates the rest
+    beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # of AdamW, too
+    eps: Positive = 1e-8  # of AdamW, too
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
     # skip an update whose loss or norm is N standard deviations above its recent mean; 0 = off
     skip_spikes: Amount = 0.0
 
-    # -- evaluation: every N steps and at the end; also at step 0, except samples and checkpoints
+    # -- evaluation: every N steps and at the end; also at step 0, which samples and saves skip
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
@@ -73,25 +73,25 @@ class TrainConfig:
     sample_prompt: str = "Hello, I'm a language model,"  # the text that samples continue
     sample_tokens: Count = 32  # tokens in each sample
     num_samples: Annotated[int, Range(1, 1000)] = 4  # samples on each process
-    checkpoint_every: CountOrZero = 5000  # steps between checkpoints; 0 = never
+    checkpoint_every: CountOrZero = 5000  # steps between checkpoints; 0 = not even at the end
     checkpoint_minutes: Amount = 30.0  # also save this many minutes after the last save; 0 = never
     save_best: bool = False  # also save when the validation loss is the lowest so far
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
     # -- the computation
     seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
-    shuffle: bool = True  # reorder the sequences in each epoch, and start them at another offset
+    shuffle: bool = True  # in each epoch, reorder the sequences and shift where they start
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
-    # ddp: split the batch; zero1: also optimizer state; fsdp: also weights and gradients
+    # ddp: split the batch; zero1: also the optimizer state; fsdp: also weights and gradients
     sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"
     compile: bool = True  # torch.compile the training step, if there is a compiler
-    activation_checkpointing: bool = False  # recompute activations: less memory, a third more work
-    deterministic: bool = False  # make runs bit-identical on CUDA, too, but slower
+    activation_checkpointing: bool = False  # recompute activations: less memory, more work
+    deterministic: bool = False  # meant to make runs bit-identical on CUDA, but slower
     overfit_single_batch: bool = False  # train on the first batch only; its loss should go to zero
     find_nan: bool = False  # replay a diverged run to name the operation at fault; write nothing
     eval_only: bool = False  # only evaluate the model of --init-from: no training, no log
-    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # also log there
+    tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # send the log there, too
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters

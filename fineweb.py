@@ -74,8 +74,8 @@ class Config:
     # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl
     # and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
-    data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, data/NAME for other sources
-    name: str = ""  # prefix of the shards' names; default: from the source
+    data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, else data/NAME
+    name: str = ""  # NAME, with which the shards' names begin; default: from the source
     shard_size: Count = 100_000_000  # tokens per shard, two bytes each
     # tokens for validation, or a few more, up to the end of a document; 0 = a whole shard,
     # or 5% of the text if it fills fewer than two shards
@@ -85,13 +85,13 @@ class Config:
     # train a vocabulary of this many tokens, 257 to 65,536, on the training text; 0 = use GPT-2's
     vocab_size: Annotated[int, Range(0, 2**16)] = 0
     # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
-    # --vocab-size, 5% of the bytes of the text are held out before it is tokenized
+    # --vocab-size, 5% of the text's bytes, at most 10 MB, are held out before it is tokenized
     tokenizer: str = ""
     column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
     hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
-    overwrite: bool = False  # rebuild the shards in data_dir if they are complete or do not match
+    overwrite: bool = False  # rebuild the shards in data_dir, even if they are complete
     verify: bool = False  # only check all shards in data_dir against the manifest
 
 

@@ -351,7 +351,7 @@ acc_norm {acc_norm:.4f} ± {acc_norm_stderr:.4f}  {num_correct_norm}/{total}  (m
 
 @dataclass
 class HellaSwagConfig:
-    """Score a GPT-2 on HellaSwag; with torchrun, on many processes."""
+    """Scores a GPT-2 on HellaSwag. Under torchrun, the processes share the examples."""
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
     limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042

@@ -39,7 +39,7 @@ class SampleConfig:
     """Continues a prompt. A single sample is printed token by token, several batch by batch."""
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
-    prompt: str | None = None  # text, - (stdin) or @FILE: one per line; None: asks in a terminal
+    prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: asks for it
     num_samples: Count = 1  # continuations of each prompt
     max_new_tokens: Count = 100  # tokens to add, at most
     temperature: Amount = 0.9  # 0 always takes the likeliest token
