@@ -122,15 +122,20 @@ def pace(points: list[Point]) -> tuple[float, float]:
     return update, max(0.0, began - first * update)
 
 
+def count_updates(points: list[Point], minutes: float) -> int:
+    """How many updates fit the time at a run's pace, a multiple of SCORES."""
+    update, start = pace(points)
+    return max(1, int((60 * minutes - start) / update / SCORES)) * SCORES
+
+
 def race(config: MinutesConfig, command: str) -> dict:
     """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
     result = describe_run(config, World("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
     with tempfile.TemporaryDirectory() as folder:
         for name, (train, rates) in find_sides(config, Path(folder)).items():
-            update, start = pace(in_new_process(train, TRIAL, rates[0]))
-            fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
-            for rate in rates:
-                points = in_new_process(train, fit, rate)
+            points = in_new_process(train, TRIAL, rates[0])
+            for rate in rates:  # the machine's speed changes: the run before says what fits
+                points = in_new_process(train, count_updates(points, config.minutes), rate)
                 result["runs"].append(dict(name=name, rate=rate, points=points))
                 write_whole(Path(f"{config.out}.json"), json.dumps(result, indent=1).encode())
                 save_picture(plot_minutes(result), Path(f"{config.out}.png"))
@@ -154,7 +159,7 @@ COLUMNS = {  # heading and format
     "start": ("compiling s", ".0f"),
     "seconds": ("seconds", ".0f"),
     "bits": ("bits per byte", ".3f"),
-    "passed": ("ours is there after s", ".0f"),
+    "passed": ("we reach it after s", ".0f"),
 }
 
 

@@ -60,12 +60,14 @@ def test_the_readme_quotes_minutes_the_comparison_and_sizes():
         key=lambda row: row["bits"],
     )
     end = of_type(read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl"), "val")[-1]
+    training = [ROOT / f"{name}.py" for name in ("model", "config", "evaluate", "train_gpt2")]
     everything = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("benchmarks/*.py")]
     quotes = [
         f'"{arms[1]["against"]["verdict"]}"',
         f"nanoGPT's last loss after {theirs['passed']:.0f} seconds",
-        f"has {end['nats_per_character']:.2f} nats per character",
-        f"| {count_lines(everything):,} (and {count_lines(ROOT.glob('tests/*.py')):,} of tests) |",
+        f"its loss is {end['nats_per_character']:.2f} nats per character",
+        f"| {count_lines(training):,} to train a model, {count_lines(everything):,} in all "
+        f"(and {count_lines(ROOT.glob('tests/*.py')):,} of tests) |",
     ]
     text = " ".join(README.split())
     assert not [quote for quote in quotes if quote not in text]

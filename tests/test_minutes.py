@@ -134,19 +134,24 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     shards, peer, monkeypatch, tmp_path
 ):
     def run(train, updates, rate):
-        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate."""
+        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate.
+
+        While transformers' short run finds the pace, the machine is twice as fast.
+        """
         name = train.func.__name__
+        update = 0.125 if (name, updates) == ("train_transformers", minutes.TRIAL) else 0.25
         worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
         every = updates // peers.SCORES
         steps = range(every, updates + 1, every)
-        return [(step, 10 + step / 4, 4 - step / updates + worse) for step in steps]
+        return [(step, 10 + step * update, 4 - step / updates + worse) for step in steps]
 
     monkeypatch.setattr(minutes, "in_new_process", run)
     flags = ["--peer", str(peer), "--data-dir", str(shards), "--minutes", "1", "--out"]
     minutes.main([*flags, str(tmp_path / "here")])
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["command"].startswith("python -m benchmarks.minutes --peer ")
-    assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
+    ends = [tuple(run["points"][-1][:2]) for run in result["runs"]]
+    assert ends == [(192, 58.0), (400, 110.0), *[(192, 58.0)] * 6], "the next run fits again"
     rows = minutes.summarize(result)
     names = [row["name"] for row in rows]
     assert names[0] == minutes.OURS and rows[0]["passed"] == 58.0
