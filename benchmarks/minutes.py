@@ -3,10 +3,11 @@
 git clone https://github.com/karpathy/nanoGPT ../nanoGPT
 python -m benchmarks.minutes --peer ../nanoGPT
 
-On the CPU, nanoGPT, transformers and this repository train on one text, one after the other, each
-in a process of its own. A side's first run is short, to see how many updates fit the time.
-The clock starts with the first update, so it includes compilation. It stops while a side is scored:
-in bits per byte of all held-out text, because the sides' tokens differ.
+On the CPU, nanoGPT, transformers and this repository train on one text, each in a process of its
+own. First they take turns with short runs, because the machine's speed changes: the medians say how
+long compiling and an update take, and how many updates fit the time. So the clock of a run starts
+with its first update, and does not depend on what the machine did meanwhile. Scores are in bits per
+byte of all held-out text, because the sides' tokens differ.
 """
 
 import json
@@ -51,7 +52,8 @@ from support.report import describe_run
 from support.shards import find_shards
 from support.tokenizer import tokenizer_of_data
 
-TRIAL = 10 * SCORES  # updates of a side's first run
+TRIAL = 10 * SCORES  # updates of a side's short runs
+TURNS = 3  # short runs of each side
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 OURS = "this repository"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
@@ -122,20 +124,27 @@ def pace(points: list[Point]) -> tuple[float, float]:
     return update, max(0.0, began - first * update)
 
 
-def count_updates(points: list[Point], minutes: float) -> int:
-    """How many updates fit the time at a run's pace, a multiple of SCORES."""
-    update, start = pace(points)
-    return max(1, int((60 * minutes - start) / update / SCORES)) * SCORES
+def find_paces(sides: dict[str, tuple]) -> dict[str, tuple[float, float]]:
+    """Each side's median pace of short runs, which take turns: the machine's speed changes."""
+    paces: dict[str, list] = {name: [] for name in sides}
+    for _ in range(TURNS):
+        for name, (train, rates) in sides.items():
+            paces[name].append(pace(in_new_process(train, TRIAL, rates[0])))
+            say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
+    return {name: tuple(np.median(paces[name], axis=0).tolist()) for name in sides}
 
 
 def race(config: MinutesConfig, command: str) -> dict:
     """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
     result = describe_run(config, World("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
     with tempfile.TemporaryDirectory() as folder:
-        for name, (train, rates) in find_sides(config, Path(folder)).items():
-            points = in_new_process(train, TRIAL, rates[0])
-            for rate in rates:  # the machine's speed changes: the run before says what fits
-                points = in_new_process(train, count_updates(points, config.minutes), rate)
+        sides = find_sides(config, Path(folder))
+        for name, (update, start) in find_paces(sides).items():
+            train, rates = sides[name]
+            fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
+            for rate in rates:
+                scores = in_new_process(train, fit, rate)
+                points = [(n, start + n * update, bits) for n, _, bits in scores]
                 result["runs"].append(dict(name=name, rate=rate, points=points))
                 write_whole(Path(f"{config.out}.json"), json.dumps(result, indent=1).encode())
                 save_picture(plot_minutes(result), Path(f"{config.out}.png"))

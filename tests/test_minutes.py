@@ -133,13 +133,16 @@ def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
 def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     shards, peer, monkeypatch, tmp_path
 ):
+    turns = []
+
     def run(train, updates, rate):
         """10 s of compilation, then 0.25 s an update; a lower score for the middle rate.
 
-        While transformers' short run finds the pace, the machine is twice as fast.
+        The machine is slow in the first turn, and while the long runs are made.
         """
         name = train.func.__name__
-        update = 0.125 if (name, updates) == ("train_transformers", minutes.TRIAL) else 0.25
+        turns.append(name)
+        update = 0.25 if 4 < len(turns) <= 12 else 1.0
         worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
         every = updates // peers.SCORES
         steps = range(every, updates + 1, every)
@@ -150,8 +153,8 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     minutes.main([*flags, str(tmp_path / "here")])
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["command"].startswith("python -m benchmarks.minutes --peer ")
-    ends = [tuple(run["points"][-1][:2]) for run in result["runs"]]
-    assert ends == [(192, 58.0), (400, 110.0), *[(192, 58.0)] * 6], "the next run fits again"
+    assert turns[:4] == turns[4:8] == turns[8:12] and len(set(turns[:4])) == 3, "in turn"
+    assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
     rows = minutes.summarize(result)
     names = [row["name"] for row in rows]
     assert names[0] == minutes.OURS and rows[0]["passed"] == 58.0
