@@ -7,7 +7,7 @@ On the CPU, nanoGPT, transformers and this repository train on one text, each in
 own. First they take turns with short runs, because the machine's speed changes: the medians say how
 long compiling and an update take, and how many updates fit the time. So the clock of a run starts
 with its first update, and does not depend on what the machine did meanwhile. Scores are in bits per
-byte of all held-out text, because the sides' tokens differ.
+byte of all held-out text, because the sides' tokens differ. To continue, repeat the command.
 """
 
 import json
@@ -52,10 +52,11 @@ from support.report import describe_run
 from support.shards import find_shards
 from support.tokenizer import tokenizer_of_data
 
-TRIAL = 10 * SCORES  # updates of a side's short runs
+TRIAL = 100  # updates of a side's short runs
 TURNS = 3  # short runs of each side
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 OURS = "this repository"
+HF = "transformers, our tokens"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
 LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
 # nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
@@ -96,13 +97,13 @@ def find_sides(config: MinutesConfig, folder: Path) -> dict[str, tuple[Callable,
     splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
     tokens = [np.concatenate([p for shard in split for p in shard.read_all()]) for split in splits]
     ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
+    hf = (partial(train_transformers, recipe, ours), RATES)
     sides: dict[str, tuple[Callable, tuple]] = {
         OURS: (partial(train_here, flags, ours), (recipe.learning_rate,)),
-        "transformers, our tokens": (partial(train_transformers, recipe, ours), RATES),
     }
     if not config.peer:
         say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
-        return sides
+        return sides | {HF: hf}
     texts = [tokenizer.encoding.decode_bytes(t[t != tokenizer.eot].tolist()) for t in tokens]
     letters, text = np.unique(np.frombuffer(b"".join(texts), np.uint8), return_inverse=True)
     characters = np.split(text, [len(texts[0])])  # of ASCII; else the bytes of UTF-8
@@ -114,7 +115,7 @@ def find_sides(config: MinutesConfig, folder: Path) -> dict[str, tuple[Callable,
     train = partial(train_nanogpt, find_nanogpt(config.peer))
     sides["nanoGPT, our tokens"] = (partial(train, same, ours), RATES)
     sides["nanoGPT, its README"] = (partial(train, MACBOOK, theirs), RATES[:1])
-    return sides
+    return sides | {HF: hf}
 
 
 def pace(points: list[Point]) -> tuple[float, float]:
@@ -124,38 +125,44 @@ def pace(points: list[Point]) -> tuple[float, float]:
     return update, max(0.0, began - first * update)
 
 
-def find_paces(sides: dict[str, tuple]) -> dict[str, tuple[float, float]]:
+def find_paces(sides: dict[str, tuple]) -> dict[str, list[float]]:
     """Each side's median pace of short runs, which take turns: the machine's speed changes."""
     paces: dict[str, list] = {name: [] for name in sides}
     for _ in range(TURNS):
         for name, (train, rates) in sides.items():
-            paces[name].append(pace(in_new_process(train, TRIAL, rates[0])))
+            paces[name].append(pace(in_new_process(train, TRIAL, rates[0], 2)))
             say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
-    return {name: tuple(np.median(paces[name], axis=0).tolist()) for name in sides}
+    return {name: np.median(paces[name], axis=0).tolist() for name in sides}
 
 
 def race(config: MinutesConfig, command: str) -> dict:
     """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
+    record = Path(f"{config.out}.json")
     result = describe_run(config, World("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
+    if record.exists() and (found := json.loads(record.read_text()))["command"] == command:
+        result = found
     with tempfile.TemporaryDirectory() as folder:
         sides = find_sides(config, Path(folder))
-        for name, (update, start) in find_paces(sides).items():
-            train, rates = sides[name]
+        if "paces" not in result:
+            result["paces"] = find_paces(sides)
+            write_whole(record, json.dumps(result, indent=1).encode())
+        runs = [(name, rate) for name, (_, rates) in sides.items() for rate in rates]
+        for name, rate in runs[len(result["runs"]) :]:
+            update, start = result["paces"][name]
             fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
-            for rate in rates:
-                scores = in_new_process(train, fit, rate)
-                points = [(n, start + n * update, bits) for n, _, bits in scores]
-                result["runs"].append(dict(name=name, rate=rate, points=points))
-                write_whole(Path(f"{config.out}.json"), json.dumps(result, indent=1).encode())
-                save_picture(plot_minutes(result), Path(f"{config.out}.png"))
+            scores = in_new_process(sides[name][0], fit, rate, SCORES)
+            points = [(n, start + n * update, bits) for n, _, bits in scores]
+            result["runs"].append(dict(name=name, rate=rate, points=points))
+            write_whole(record, json.dumps(result, indent=1).encode())
+            save_picture(plot_minutes(result), record.with_suffix(".png"))
     return result
 
 
-def in_new_process(train: Callable, updates: int, rate: float) -> list[Point]:
+def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[Point]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
         with get_context("spawn").Pool(1) as pool:
-            return pool.apply(train, (updates, rate))
+            return pool.apply(train, (updates, rate, scores))
 
 
 # -- the report

@@ -244,7 +244,9 @@ def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> flo
     return nats / num_bytes / math.log(2)
 
 
-def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: float) -> list:
+def train_nanogpt(
+    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int = SCORES
+) -> list:
     """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
 
     It evaluates between model.eval() and model.train(), so these stop and start the clock.
@@ -269,7 +271,7 @@ def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: f
         clock.go()
 
     flags = f"""{settings} --device=cpu --dataset={folder} --out_dir={folder} --eval_iters=1
-        --max_iters={updates} --lr_decay_iters={updates} --eval_interval={updates // SCORES}
+        --max_iters={updates} --lr_decay_iters={updates} --eval_interval={updates // scores}
         --always_save_checkpoint=True --learning_rate={rate} --min_lr={rate / 10}"""
     sys.argv = ["train.py", *flags.split()]
     os.chdir(peer)
@@ -279,7 +281,9 @@ def train_nanogpt(peer: Path, settings: str, folder: Path, updates: int, rate: f
     return points
 
 
-def train_transformers(recipe: TrainConfig, folder: Path, updates: int, rate: float) -> list:
+def train_transformers(
+    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int = SCORES
+) -> list:
     """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
     T = recipe.sequence_length
     B = recipe.total_batch_size // T
@@ -306,19 +310,21 @@ def train_transformers(recipe: TrainConfig, folder: Path, updates: int, rate: fl
         nn.utils.clip_grad_norm_(params, 1.0)
         adamw.step()
         adamw.zero_grad()
-        if (step + 1) % (updates // SCORES) == 0:
+        if (step + 1) % (updates // scores) == 0:
             points.append((step + 1, clock.stop(), score(loss, folder, T)))
     return points
 
 
-def train_here(flags: list[str], folder: Path, updates: int, _rate: float) -> list:
+def train_here(
+    flags: list[str], folder: Path, updates: int, _rate: float, scores: int = SCORES
+) -> list:
     """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
     off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
-    every = f"--max-steps {updates} --val-every {updates // SCORES} --val-tokens {10**9}"
+    every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"
     where = f"--device cpu --overwrite --log-dir {folder}/log"
     command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {where}".split()]
     subprocess.run(command, check=True)
     run = read_run(folder / "log")
     seconds = np.cumsum(run.series("ms")[1]) / 1000
-    steps, scores = run.series("bits_per_byte", "val")
-    return [(s, seconds[s - 1], bits) for s, bits in zip(steps, scores, strict=True) if s]
+    validations = zip(*run.series("bits_per_byte", "val"), strict=True)
+    return [(step, seconds[step - 1], bits) for step, bits in validations if step]

@@ -135,7 +135,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
 ):
     turns = []
 
-    def run(train, updates, rate):
+    def run(train, updates, rate, scores):
         """10 s of compilation, then 0.25 s an update; a lower score for the middle rate.
 
         The machine is slow in the first turn, and while the long runs are made.
@@ -144,7 +144,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
         turns.append(name)
         update = 0.25 if 4 < len(turns) <= 12 else 1.0
         worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
-        every = updates // peers.SCORES
+        every = updates // scores
         steps = range(every, updates + 1, every)
         return [(step, 10 + step * update, 4 - step / updates + worse) for step in steps]
 
@@ -177,7 +177,7 @@ def test_without_a_clone_its_sides_are_left_out_and_a_wrong_one_is_a_sentence(
     shards, tmp_path, capsys
 ):
     config = MinutesConfig(data_dir=str(shards))
-    assert [*minutes.find_sides(config, tmp_path)] == [minutes.OURS, "transformers, our tokens"]
+    assert [*minutes.find_sides(config, tmp_path)] == [minutes.OURS, minutes.HF]
     assert "nanoGPT is left out" in capsys.readouterr().out
     for main, flag in ((minutes.main, "--data-dir"), (bench.main, "--against")):
         value = str(shards) if flag == "--data-dir" else "nanogpt"
