@@ -85,7 +85,7 @@ class Config:
     # train a vocabulary of this many tokens, 257 to 65,536, on the training text; 0 = use GPT-2's
     vocab_size: Annotated[int, Range(0, 2**16)] = 0
     # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
-    # --vocab-size, 5% of the text's bytes, at most 10 MB, are held out before it is tokenized
+    # --vocab-size, 5% of a text without its own split are held out before it is tokenized
     tokenizer: str = ""
     column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit

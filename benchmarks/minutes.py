@@ -52,7 +52,7 @@ from support.report import describe_run
 from support.shards import find_shards
 from support.tokenizer import tokenizer_of_data
 
-TRIAL = 100  # updates of a side's short runs
+TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of warm-up
 TURNS = 3  # short runs of each side
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 OURS = "this repository"
