@@ -61,6 +61,8 @@ def test_the_readme_quotes_the_comparison_and_sizes():
         "ends {mean:.2f} ± {half:.2f} nats per token higher".format(**arms[1]["against"]),
         f"held-out text of Tiny Shakespeare is {val['nats_per_character']:.2f} nats per character",
         f"{count_lines(training):,} lines of Python train a GPT-2",
+        f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
+        f"{speedup('against'):.2f} times as fast as that of `transformers`",
         f"| {count_lines(training):,} to train a model, {count_lines(everything):,} in all "
         f"(and {count_lines(ROOT.glob('tests/*.py')):,} of tests) |",
     ]
@@ -75,6 +77,12 @@ def test_the_page_about_resuming_quotes_kills_of_each_kind():
     assert sorted(shown) == sorted(record["kills"].values())
     assert f"At revision {record['revision']}" in RESUMING
     assert f"{sum(shown)} random kills" in RESUMING
+
+
+def speedup(name: str) -> float:
+    """Of this repository's step, over the other one's compiled step."""
+    _, ours, _ = read_json(f"cpu-{name}.json")["benchmarks"]["against"]["rows"]
+    return ours["speedup"]
 
 
 def count_lines(paths: Iterable[Path]) -> int:
