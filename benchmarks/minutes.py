@@ -197,7 +197,8 @@ def plot_minutes(result: dict) -> Any:
     figure, [axis] = new_figure(1, 1)
     data = Path(result["config"]["data_dir"]).name
     labels = draw_levels(axis, LEVELS.get(data, {}))
-    rows = {row["name"]: row for row in reversed(summarize(result))}
+    summary = summarize(result)
+    rows = {row["name"]: row for row in reversed(summary)}
     names = dict.fromkeys(run["name"] for run in result["runs"])
     for name, color in zip(names, COLORS, strict=False):
         row = rows[name]
@@ -207,8 +208,10 @@ def plot_minutes(result: dict) -> Any:
         axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
         labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
     axis.plot([], [], ":", color=BLACK, label="compiling")
-    best = {row["name"].partition(",")[0]: row["bits"] for row in reversed(summarize(result))}
-    shown = ", ".join(f"{name} {best[name]:.2f}" for name in sorted(best, key=best.__getitem__))
+    best: dict[str, float] = {}
+    for row in summary:  # the lowest first
+        best.setdefault(row["name"].partition(",")[0], row["bits"])
+    shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
     axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
     axis.legend()
     axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
