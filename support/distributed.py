@@ -109,6 +109,9 @@ class World:
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
+            # DTensor's caches keep the group, so gloo's threads live on. One that lets go of the
+            # last tensor only while Python ends would abort it (PyTorch issue 190489).
+            time.sleep(0.1)
 
     @property
     def launcher(self) -> str:
