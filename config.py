@@ -23,14 +23,14 @@ from support.common import (
 
 @dataclass
 class TrainConfig:
-    """Trains a GPT-2. Without flags, it reproduces the 124M model."""
+    """Trains a GPT-2. Without flags, the recipe is that of the 124M model."""
 
     # The comment beside a field is its --help text.
     # -- what the run starts from, and where things are
-    preset: str = "gpt2"  # a set of defaults that other flags override; a wrong name lists all
+    preset: str = "gpt2"  # a named set of defaults, which other flags override
     data_dir: str = "edu_fineweb10B"  # directory of token shards, made by fineweb.py
     log_dir: str = "log"  # where logs, plot and checkpoints go
-    init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a directory | FILE.pt
+    init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a checkpoint | FILE.pt
     resume: str = "none"  # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint
     overwrite: bool = False  # start over in a log_dir that holds a run, and delete its checkpoints
 
@@ -38,7 +38,7 @@ class TrainConfig:
     n_layer: Annotated[int, Range(1, 10_000)] = 12  # blocks
     n_head: Annotated[int, Range(1, 10_000)] = 12  # attention heads in each block
     n_embd: Annotated[int, Range(1, 1_000_000)] = 768  # channels, C
-    # round the embedding's rows up to a multiple of this, in memory only
+    # pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it
     pad_vocab_to: Annotated[int, Range(1, 2**16)] = 128
     sequence_length: Count = 1024  # tokens in a sequence, T; also the context window of a new model
 
@@ -48,7 +48,7 @@ class TrainConfig:
 
     # -- the recipe (GPT-3 paper, section 2.3 and appendix B)
     max_steps: Count = 19073  # updates; 19073 of 0.5M tokens each make 10B tokens
-    warmup_steps: CountOrZero = 715  # steps of linear warm-up; unless given, at most max_steps / 10
+    warmup_steps: CountOrZero = 715  # steps of linear warm-up; by default at most max_steps / 10
     learning_rate: Positive = 6e-4  # the peak
     min_lr_frac: Amount = 0.1  # the last learning rate, as a fraction of the peak
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
@@ -56,14 +56,14 @@ class TrainConfig:
     weight_decay: Amount = 0.1  # of matrices and embeddings
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
     embedding_lr: Positive = 1.0  # with muon, the embeddings' rate as a multiple of learning_rate
-    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW, which with muon updates the rest
+    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW; with muon, it updates the rest
     beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # of AdamW, too
     eps: Positive = 1e-8  # of AdamW, too
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
-    # skip an update whose loss or norm is N standard deviations above its recent mean; 0 = off
+    # skip an update whose loss or norm is this many deviations above its recent mean; 0 = off
     skip_spikes: Amount = 0.0
 
-    # -- evaluation: every N steps and at the end; also at step 0, which samples and saves skip
+    # -- evaluation: every N steps and at the end; all but samples and saves also at step 0
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never

@@ -60,11 +60,11 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     quotes = [
         "ends {mean:.2f} ± {half:.2f} nats per token higher".format(**arms[1]["against"]),
         f"held-out text of Tiny Shakespeare is {val['nats_per_character']:.2f} nats per character",
-        f"{count_lines(training):,} lines of Python train a GPT-2",
+        f"The core is {count_lines(training):,} lines of Python.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
         f"{speedup('against'):.2f} times as fast as that of `transformers`",
-        f"| {count_lines(training):,} to train a model, {count_lines(everything):,} in all "
-        f"(and {count_lines(ROOT.glob('tests/*.py')):,} of tests) |",
+        f"| {count_lines(everything):,}, of which the core has {count_lines(training):,} "
+        f"(tests: {count_lines(ROOT.glob('tests/*.py')):,}) |",
     ]
     text = " ".join(README.split())
     assert not [quote for quote in quotes if quote not in text]
@@ -124,7 +124,7 @@ def test_the_page_of_benchmarks_shows_each_record(name):
     record = read_json(name)
     [found] = record["benchmarks"].values()
     quotes = [
-        f"revision {record['git']}:",
+        f"revision {record['git']}.",
         f"`{record['command']}`, {record['peak'][0] / 1e12:.2f} TFLOP/s.",
         format_table(found["rows"]),
     ]
