@@ -14,7 +14,7 @@ setup:
 
 .venv/requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
-	@echo "setup: installing requirements.txt into .venv (a minute or two, about 1 GB; more with CUDA)"
+	@echo "setup: installing requirements.txt into .venv (a minute or two, 1.5 GB; more with CUDA)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@$(PIP) -r requirements.txt
 	@touch $@
