@@ -258,26 +258,21 @@ def title_of(benchmark: str, result: dict) -> str:
     return title.format(B=config["batch_size"], T=config["sequence_length"], peer=peer)
 
 
-def show_bound(bound: float) -> str:
-    """Two decimals, or more if they would hide on which side of 1 the bound is."""
-    digits = 2
-    while round(bound, digits) == 1 != bound:
-        digits += 1
-    return f"{bound:.{digits}f}"
+def verdict(row: dict) -> str:
+    """What a row's range shows, as it is printed: with two decimals. One turn has no range."""
+    low = round(row["speedup_low"], 2)
+    high = round(row["speedup_high"], 2)
+    if low <= 1 <= high or row["speedup_low"] == row["speedup_high"]:
+        return "no difference shown"
+    return "faster" if low > 1 else "slower"
 
 
 def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, with the range, and what that shows."""
     if "speedup" not in row:
         return ""
-    low = row["speedup_low"]
-    high = row["speedup_high"]
-    if low == high:
-        return f"{row['speedup']:.2f} × (no range)"
-    shown = "no difference shown"
-    if low > 1 or high < 1:
-        shown = "faster" if low > 1 else "slower"
-    return f"{row['speedup']:.2f} × ({show_bound(low)} to {show_bound(high)}): {shown}"
+    bounds = f"{row['speedup_low']:.2f} to {row['speedup_high']:.2f}"
+    return f"{row['speedup']:.2f} × ({bounds}): {verdict(row)}"
 
 
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
@@ -313,7 +308,7 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
     for place, row in enumerate(rows):
         ratio = "base"
         if "speedup" in row:
-            color = BLUE if describe_ratio(row).endswith(("faster", "slower")) else PALE
+            color = PALE if verdict(row) == "no difference shown" else BLUE
             axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
             axis.plot(row["speedup"], place, "o", color=color, markersize=5)
             ratio = f"{row['speedup']:.2f} ×"
@@ -330,7 +325,7 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
 
 def describe_fastest(rows: list[dict]) -> str:
     """The row that gains most on its base."""
-    faster = [row for row in rows if describe_ratio(row).endswith("faster")]
+    faster = [row for row in rows if "speedup" in row and verdict(row) == "faster"]
     if not faster:
         return "No row is shown to be faster than its base"
     best = max(faster, key=lambda row: row["speedup"])
