@@ -175,7 +175,6 @@ def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
     assert [row["speedup"] for row in rows[1:]] == pytest.approx([2 / 1.01, 2 / 1.01])
     assert rows[1]["speedup_low"] <= rows[1]["speedup"] <= rows[1]["speedup_high"]
     assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160)
-    assert rows[1]["low"] < rows[1]["median"] < rows[1]["high"]
     assert "speedup" not in rows[0] and rows[0]["loss"] == 9.0 and rows[0]["memory_gb"] == 1
     rows = fake_rows("a", "b", "c", chain=False)
     assert rows[2]["speedup"] == pytest.approx(4 / 1.01), "without a chain the first is the base"
