@@ -56,9 +56,6 @@ class BenchConfig:
     out: str = "log/bench"  # write the results to OUT.json, and ratios also to OUT.png
 
 
-# -- the machine
-
-
 class Machine:
     """The flags, with their defaults filled in, and what this machine can do."""
 
@@ -330,9 +327,6 @@ def describe_fastest(rows: list[dict]) -> str:
     bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
     base = "without it" if best["name"].startswith("+") else bases[-1]
     return f"{best['name'][0].upper()}{best['name'][1:]}: {best['speedup']:.2f} × as fast as {base}"
-
-
-# -- the command
 
 
 def main(args: list[str]) -> None:

@@ -440,9 +440,6 @@ def describe_sweep(arm: dict) -> str:
     return text
 
 
-# -- the command
-
-
 def main(args: list[str]) -> None:
     # for tyro "--preset x" is a flag, " --preset x" a value
     spaced = [f" {v}" if flag in ("--base", "--arm") else v for flag, v in pairwise(["", *args])]

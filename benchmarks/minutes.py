@@ -76,9 +76,6 @@ class MinutesConfig:
     out: str = "log/minutes"  # the results go to OUT.json and OUT.png
 
 
-# -- in the process that compares
-
-
 def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Path:
     """A directory for nanoGPT. sizes: bytes of each token, for `score`."""
     folder.mkdir()

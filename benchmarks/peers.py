@@ -117,9 +117,8 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
     """transformers' GPT-2, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )
+    config = GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
 
 
 def find_nanogpt(peer: str) -> Path:
@@ -144,9 +143,6 @@ def make_nanogpt_model(peer: str, size: dict[str, Any], T: int) -> Any:
     return code.GPT(code.GPTConfig(**size, block_size=T, vocab_size=50304, dropout=0.0, bias=True))
 
 
-# -- generation
-
-
 def generation(
     world: World, *, rows: int, size: dict, dtype: torch.dtype, hf: bool, compile: bool
 ) -> Callable:
@@ -165,9 +161,6 @@ def generation(
         model.generate(idx, **sampling)
 
     return run
-
-
-# -- HellaSwag
 
 
 def scoring(
