@@ -238,7 +238,7 @@ def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> flo
 
 
 def train_nanogpt(
-    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int = SCORES
+    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int
 ) -> list:
     """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
 
@@ -275,7 +275,7 @@ def train_nanogpt(
 
 
 def train_transformers(
-    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int = SCORES
+    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int
 ) -> list:
     """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
     T = recipe.sequence_length
@@ -308,9 +308,7 @@ def train_transformers(
     return points
 
 
-def train_here(
-    flags: list[str], folder: Path, updates: int, _rate: float, scores: int = SCORES
-) -> list:
+def train_here(flags: list[str], folder: Path, updates: int, _rate: float, scores: int) -> list:
     """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
     off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
     every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"
