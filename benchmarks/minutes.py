@@ -28,18 +28,17 @@ import torch
 
 from bench import format_table
 from benchmarks import peers
-from benchmarks.peers import SCORES, Point
 from config import parse_command_line
 from support import plots
 from support.common import Positive, parse_flags, run_script, say, write_whole
 from support.distributed import World
-from support.plots import BLACK, COLORS, TEXTS, save_picture
 from support.report import describe_run
 from support.shards import find_shards
 from support.tokenizer import tokenizer_of_data
 
 TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of warm-up
 TURNS = 3  # short runs of each side
+SCORES = 16  # of a long run
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 OURS = "this repository"
 HF = "transformers, our tokens"
@@ -100,7 +99,7 @@ def find_sides(config: MinutesConfig, folder: Path) -> Sides:
     return sides | {HF: hf}
 
 
-def pace(points: list[Point]) -> tuple[float, float]:
+def pace(points: list[peers.Point]) -> tuple[float, float]:
     """Seconds of an update, and how many more the first one took: it compiles."""
     (first, began, _), *_, (last, ended, _) = points
     update = (ended - began) / (last - first)
@@ -136,11 +135,11 @@ def race(config: MinutesConfig, command: str) -> dict:
             points = [(n, start + n * update, bits) for n, _, bits in scores]
             result["runs"].append(dict(name=name, rate=rate, points=points))
             write_whole(record, json.dumps(result, indent=1).encode())
-            save_picture(plot_minutes(result), record.with_suffix(".png"))
+            plots.save_picture(plot_minutes(result), record.with_suffix(".png"))
     return result
 
 
-def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[Point]:
+def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[peers.Point]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
         with get_context("spawn").Pool(1) as pool:
@@ -182,7 +181,7 @@ def plot_minutes(result: dict) -> Any:
     summary = summarize(result)
     rows = {row["name"]: row for row in reversed(summary)}
     names = dict.fromkeys(run["name"] for run in result["runs"])
-    for name, color in zip(names, COLORS, strict=False):
+    for name, color in zip(names, plots.COLORS, strict=False):
         row = rows[name]
         minutes = [seconds / 60 for _, seconds, _ in row["points"]]
         scores = [bits for *_, bits in row["points"]]
@@ -194,10 +193,10 @@ def plot_minutes(result: dict) -> Any:
         best.setdefault(row["name"].partition(",")[0], row["bits"])
     shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
     axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
-    axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
+    axis.set_ylabel(f"bits per byte of held-out text, {plots.TEXTS.get(data, data)}")
     plots.label_x(axis, "minutes of training")
     plots.label_lines(axis)
-    compiling = axis.plot([], [], ":", color=BLACK)
+    compiling = axis.plot([], [], ":", color=plots.BLACK)
     axis.legend(compiling, ["compiling"])
     return figure
 

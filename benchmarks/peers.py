@@ -202,7 +202,6 @@ def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.d
 
 # -- minutes of training, for minutes.py: each side returns its points
 
-SCORES = 16  # of a run
 Point = tuple[int, float, float]  # updates, seconds of training, bits per byte
 
 

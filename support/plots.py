@@ -295,12 +295,10 @@ def plot_comparison(result: dict[str, Any]) -> Any:
             losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
         against = arm["against"]
         if "mean" in against:
-            mean = against["mean"]
-            half = against["half"]
-            found.append((mean, half, name))
+            found.append((against["mean"], against["half"], name))
             rows = [name] * len(arm["runs"])
             differences.plot(against["differences"], rows, "|", color=color, ms=9)
-            differences.errorbar(mean, name, xerr=half, fmt="o", color=color)
+            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
     unit = "nats" if measure == "validation loss" else measure
     title = describe_best(found, names[0], unit) if found else ""
     losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)

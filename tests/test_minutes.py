@@ -165,7 +165,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     assert rows[1]["rate"] == 2e-3 and rows[1]["passed"] == 13.0  # at the first score
     assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
     [axis] = minutes.plot_minutes(result).axes
-    assert sum(len(line.get_xdata()) == peers.SCORES for line in axis.lines) == 4
+    assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 4
     assert axis.get_xlim() == (0, 58 / 60)
     title, _, others = axis.get_title("left").partition(", ")
     assert title == "Bits per byte after 1 minutes: this repository 3.00"
