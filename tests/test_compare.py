@@ -410,7 +410,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a: --val-every 0"], "nothing is measured"),
         (["a: --n-head 3"], "is not a multiple of n_head 3"),
         (["a:", "--seeds", "2", "--sweep", "learning_rate=1,2"], "1 more to tune"),
-        (["a:", "--sweep", "learning_rate=1"], "values above 0"),
+        (["a:", "--sweep", "learning_rate=1"], "two values or more"),
         (["a:", "--sweep", "shuffle=1,2"], "shuffle is no number"),
         (["a:", "--sweep", "learning_rate=1,x"], "convert string to float: 'x'"),
     ],
