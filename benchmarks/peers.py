@@ -38,7 +38,7 @@ from support.sharding import wrap
 from support.tokenizer import gpt2
 from train_gpt2 import learning_rate, train_step
 
-# -- the training step
+# -- what bench.py measures
 
 
 class MadeUpTokens(DataLoaderLite):
