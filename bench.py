@@ -56,9 +56,6 @@ class BenchConfig:
     out: str = "log/bench"  # write the results to OUT.json, and ratios also to OUT.png
 
 
-# -- the machine
-
-
 class Machine:
     """The flags, with their defaults filled in, and what this machine can do."""
 
@@ -189,8 +186,7 @@ def compare_scoring(m: Machine) -> Iterator[dict]:
         options = dict(examples=examples, size=m.size, dtype=m.dtype, batched=batched)
         options["compile"] = batched and m.compile
         compared.append(Side(name, peers.scoring, options, len(examples), "examples/s"))
-    for row in m.measure(compared):
-        yield row | dict(options=None)  # the examples would fill the record
+    return m.measure(compared)
 
 
 BENCHMARKS = {  # flag: what it runs, and its title
@@ -218,7 +214,7 @@ def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
         compare, _ = BENCHMARKS[name]
         for row in compare(m):
             rows.append(row)
-            record = json.dumps(result, indent=1, default=str)
+            record = json.dumps(result, indent=1)
             write_whole(Path(f"{config.out}.json"), record.encode())
             if figure := plot_benchmarks(result):
                 save_picture(figure, Path(f"{config.out}.png"))
@@ -238,7 +234,6 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "start_s": ("start s", ".1f"),
     "loss": ("first loss", ".4f"),
     "right": ("right", ".0f"),
-    "tokens": ("tokens", ",.0f"),
     "error": ("failed", ""),
 }
 HEAD = """
@@ -258,6 +253,15 @@ def title_of(benchmark: str, result: dict) -> str:
     return title.format(B=config["batch_size"], T=config["sequence_length"], peer=peer)
 
 
+def verdict(row: dict) -> str:
+    """What the range of a row's ratios shows. One turn alone has no range."""
+    low = row["speedup_low"]
+    high = row["speedup_high"]
+    if low <= 1 <= high or low == high:
+        return "no difference shown"
+    return "faster" if low > 1 else "slower"
+
+
 def show_bound(bound: float) -> str:
     """Two decimals, or more if they would hide on which side of 1 the bound is."""
     digits = 2
@@ -270,14 +274,8 @@ def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, with the range, and what that shows."""
     if "speedup" not in row:
         return ""
-    low = row["speedup_low"]
-    high = row["speedup_high"]
-    if low == high:
-        return f"{row['speedup']:.2f} × (no range)"
-    shown = "no difference shown"
-    if low > 1 or high < 1:
-        shown = "faster" if low > 1 else "slower"
-    return f"{row['speedup']:.2f} × ({show_bound(low)} to {show_bound(high)}): {shown}"
+    bounds = f"{show_bound(row['speedup_low'])} to {show_bound(row['speedup_high'])}"
+    return f"{row['speedup']:.2f} × ({bounds}): {verdict(row)}"
 
 
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
@@ -313,7 +311,7 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
     for place, row in enumerate(rows):
         ratio = "base"
         if "speedup" in row:
-            color = BLUE if describe_ratio(row).endswith(("faster", "slower")) else PALE
+            color = PALE if verdict(row) == "no difference shown" else BLUE
             axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
             axis.plot(row["speedup"], place, "o", color=color, markersize=5)
             ratio = f"{row['speedup']:.2f} ×"
@@ -330,16 +328,13 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
 
 def describe_fastest(rows: list[dict]) -> str:
     """The row that gains most on its base."""
-    faster = [row for row in rows if describe_ratio(row).endswith("faster")]
+    faster = [row for row in rows if "speedup" in row and verdict(row) == "faster"]
     if not faster:
         return "No row is shown to be faster than its base"
     best = max(faster, key=lambda row: row["speedup"])
     bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
     base = "without it" if best["name"].startswith("+") else bases[-1]
     return f"{best['name'][0].upper()}{best['name'][1:]}: {best['speedup']:.2f} × as fast as {base}"
-
-
-# -- the command
 
 
 def main(args: list[str]) -> None:

@@ -11,7 +11,6 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from config import (
     GPT2_SIZES,
@@ -21,6 +20,7 @@ from config import (
     refuse_other_sizes,
     wrong_sizes,
 )
+from support import GPT
 from support.common import (
     Amount,
     Count,
@@ -32,9 +32,6 @@ from support.common import (
     run_script,
 )
 from support.tokenizer import tokenizer_of_data
-
-if TYPE_CHECKING:
-    from model import GPT
 
 # Billions of tokens that llm.c's scripts/run_gpt2_*.sh train GPT-2 on, by n_layer and n_embd.
 LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
@@ -64,8 +61,6 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     problems = out_of_range(config)
     if config.gpu not in GPUS:
         problems.append(f"--gpu {config.gpu!r} is not known: use {', '.join(GPUS)}")
-    if config.eval_only:
-        problems.append("--eval-only trains nothing: leave it out to plan a training run")
     problems = problems or wrong_sizes(config, config.gpus)
     if problems:
         raise UsageError(*problems)
@@ -96,7 +91,7 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def model_on_meta(config: PlanConfig, typed: set[str]) -> "GPT":
+def model_on_meta(config: PlanConfig, typed: set[str]) -> GPT:
     """The model that training would build, on PyTorch's meta device, where it takes no memory."""
     import torch
 
@@ -120,7 +115,7 @@ def model_on_meta(config: PlanConfig, typed: set[str]) -> "GPT":
     return model
 
 
-def plan_memory(config: PlanConfig, model: "GPT", gigabytes: int) -> dict[str, tuple[str, str]]:
+def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:
     """The micro-batch, and the memory that it needs on a GPU of this many gigabytes, in words."""
     from support.memory import estimate_memory, largest_batch, room_on_gpu
 

@@ -51,14 +51,11 @@ here: dict = {}  # its World and its `run`
 def start(side: Side, device: str, rank: int, port: int) -> dict:
     """Makes what the side runs, and runs it once -> the numbers that it returns."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(side.processes),
-        LOCAL_WORLD_SIZE=str(side.processes),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ[name] = str(rank)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ[name] = str(side.processes)
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
     torch.manual_seed(0)
     here["world"] = World(device)
     atexit.register(here["world"].close)
@@ -154,8 +151,7 @@ def take_turns(worker: Worker, base: Worker | None, rounds: int) -> dict:
         turn = worker.turn()
         rates.append(side.amount / turn["seconds"])
     median = statistics.median(rates)
-    row = dict(options=side.options, median=median, low=min(rates), high=max(rates))
-    row |= dict(ms=1000 * side.amount / median, memory_gb=turn["memory"] / 1e9)
+    row = dict(median=median, ms=1000 * side.amount / median, memory_gb=turn["memory"] / 1e9)
     if side.peak:
         row["MFU"] = median / side.peak
     if base:

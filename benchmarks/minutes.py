@@ -27,38 +27,25 @@ import numpy as np
 import torch
 
 from bench import format_table
-from benchmarks.peers import (
-    SCORES,
-    Point,
-    find_nanogpt,
-    train_here,
-    train_nanogpt,
-    train_transformers,
-)
+from benchmarks import peers
 from config import parse_command_line
+from support import plots
 from support.common import Positive, parse_flags, run_script, say, write_whole
 from support.distributed import World
-from support.plots import (
-    BLACK,
-    COLORS,
-    TEXTS,
-    draw_levels,
-    label_lines,
-    label_x,
-    new_figure,
-    save_picture,
-)
 from support.report import describe_run
 from support.shards import find_shards
 from support.tokenizer import tokenizer_of_data
 
 TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of warm-up
 TURNS = 3  # short runs of each side
+SCORES = 16  # of a long run
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 OURS = "this repository"
 HF = "transformers, our tokens"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
 LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
+# {name: the function that trains with some updates at a learning rate, the rates to try}
+Sides = dict[str, tuple[Callable, tuple]]
 # nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
 MACBOOK = """config/train_shakespeare_char.py --compile=False --block_size=64 --batch_size=12
     --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"""
@@ -76,9 +63,6 @@ class MinutesConfig:
     out: str = "log/minutes"  # the results go to OUT.json and OUT.png
 
 
-# -- in the process that compares
-
-
 def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Path:
     """A directory for nanoGPT. sizes: bytes of each token, for `score`."""
     folder.mkdir()
@@ -89,18 +73,15 @@ def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Pa
     return folder
 
 
-def find_sides(config: MinutesConfig, folder: Path) -> dict[str, tuple[Callable, tuple]]:
-    """{name: the function that trains with some updates at a learning rate, the rates to try}."""
+def find_sides(config: MinutesConfig, folder: Path) -> Sides:
     flags = [*shlex.split(config.recipe), f"--data-dir={config.data_dir}"]
     recipe, _ = parse_command_line(flags)
     tokenizer = tokenizer_of_data(config.data_dir)
     splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
     tokens = [np.concatenate([p for shard in split for p in shard.read_all()]) for split in splits]
     ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
-    hf = (partial(train_transformers, recipe, ours), RATES)
-    sides: dict[str, tuple[Callable, tuple]] = {
-        OURS: (partial(train_here, flags, ours), (recipe.learning_rate,)),
-    }
+    hf = (partial(peers.train_transformers, recipe, ours), RATES)
+    sides: Sides = {OURS: (partial(peers.train_here, flags, ours), (recipe.learning_rate,))}
     if not config.peer:
         say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
         return sides | {HF: hf}
@@ -112,20 +93,20 @@ def find_sides(config: MinutesConfig, folder: Path) -> dict[str, tuple[Callable,
     same = f"""--batch_size={B} --block_size={recipe.sequence_length} --n_layer={recipe.n_layer}
         --n_head={recipe.n_head} --n_embd={recipe.n_embd} --gradient_accumulation_steps=1
         --warmup_iters={recipe.warmup_steps} --compile={recipe.compile} --dropout=0.0"""
-    train = partial(train_nanogpt, find_nanogpt(config.peer))
+    train = partial(peers.train_nanogpt, peers.find_nanogpt(config.peer))
     sides["nanoGPT, our tokens"] = (partial(train, same, ours), RATES)
     sides["nanoGPT, its README"] = (partial(train, MACBOOK, theirs), RATES[:1])
     return sides | {HF: hf}
 
 
-def pace(points: list[Point]) -> tuple[float, float]:
+def pace(points: list[peers.Point]) -> tuple[float, float]:
     """Seconds of an update, and how many more the first one took: it compiles."""
     (first, began, _), *_, (last, ended, _) = points
     update = (ended - began) / (last - first)
     return update, max(0.0, began - first * update)
 
 
-def find_paces(sides: dict[str, tuple]) -> dict[str, list[float]]:
+def find_paces(sides: Sides) -> dict[str, list[float]]:
     """Each side's median pace of short runs, which take turns: the machine's speed changes."""
     paces: dict[str, list] = {name: [] for name in sides}
     for _ in range(TURNS):
@@ -154,11 +135,11 @@ def race(config: MinutesConfig, command: str) -> dict:
             points = [(n, start + n * update, bits) for n, _, bits in scores]
             result["runs"].append(dict(name=name, rate=rate, points=points))
             write_whole(record, json.dumps(result, indent=1).encode())
-            save_picture(plot_minutes(result), record.with_suffix(".png"))
+            plots.save_picture(plot_minutes(result), record.with_suffix(".png"))
     return result
 
 
-def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[Point]:
+def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[peers.Point]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
         with get_context("spawn").Pool(1) as pool:
@@ -194,29 +175,29 @@ def summarize(result: dict) -> list[dict]:
 
 def plot_minutes(result: dict) -> Any:
     """Bits per byte by minutes: a line for the best run of each side."""
-    figure, [axis] = new_figure(1, 1)
+    figure, [axis] = plots.new_figure(1, 1)
     data = Path(result["config"]["data_dir"]).name
-    labels = draw_levels(axis, LEVELS.get(data, {}))
+    plots.draw_levels(axis, LEVELS.get(data, {}))
     summary = summarize(result)
     rows = {row["name"]: row for row in reversed(summary)}
     names = dict.fromkeys(run["name"] for run in result["runs"])
-    for name, color in zip(names, COLORS, strict=False):
+    for name, color in zip(names, plots.COLORS, strict=False):
         row = rows[name]
         minutes = [seconds / 60 for _, seconds, _ in row["points"]]
         scores = [bits for *_, bits in row["points"]]
-        axis.plot(minutes, scores, "o-", color=color, markersize=3, clip_on=False)
+        style = dict(color=color, markersize=3, clip_on=False)
+        axis.plot(minutes, scores, "o-", label=f"{name} {row['bits']:.3f}", **style)
         axis.plot([0, row["start"] / 60], scores[:1] * 2, ":", color=color, linewidth=2)
-        labels.append((row["bits"], f"{name} {row['bits']:.3f}", color))
-    axis.plot([], [], ":", color=BLACK, label="compiling")
     best: dict[str, float] = {}
     for row in summary:  # the lowest first
         best.setdefault(row["name"].partition(",")[0], row["bits"])
     shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
     axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
-    axis.legend()
-    axis.set_ylabel(f"bits per byte of held-out text, {TEXTS.get(data, data)}")
-    label_x(axis, "minutes of training")
-    label_lines(axis, labels)
+    axis.set_ylabel(f"bits per byte of held-out text, {plots.TEXTS.get(data, data)}")
+    plots.label_x(axis, "minutes of training")
+    plots.label_lines(axis)
+    compiling = axis.plot([], [], ":", color=plots.BLACK)
+    axis.legend(compiling, ["compiling"])
     return figure
 
 

@@ -38,7 +38,7 @@ from support.sharding import wrap
 from support.tokenizer import gpt2
 from train_gpt2 import learning_rate, train_step
 
-# -- the training step
+# -- what bench.py measures
 
 
 class MadeUpTokens(DataLoaderLite):
@@ -117,9 +117,8 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
     """transformers' GPT-2, without dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(
-        GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )
+    config = GPT2Config(**size, n_positions=T, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    return GPT2LMHeadModel(config)
 
 
 def find_nanogpt(peer: str) -> Path:
@@ -144,9 +143,6 @@ def make_nanogpt_model(peer: str, size: dict[str, Any], T: int) -> Any:
     return code.GPT(code.GPTConfig(**size, block_size=T, vocab_size=50304, dropout=0.0, bias=True))
 
 
-# -- generation
-
-
 def generation(
     world: World, *, rows: int, size: dict, dtype: torch.dtype, hf: bool, compile: bool
 ) -> Callable:
@@ -165,9 +161,6 @@ def generation(
         model.generate(idx, **sampling)
 
     return run
-
-
-# -- HellaSwag
 
 
 def scoring(
@@ -209,7 +202,6 @@ def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.d
 
 # -- minutes of training, for minutes.py: each side returns its points
 
-SCORES = 16  # of a run
 Point = tuple[int, float, float]  # updates, seconds of training, bits per byte
 
 
@@ -245,7 +237,7 @@ def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> flo
 
 
 def train_nanogpt(
-    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int = SCORES
+    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int
 ) -> list:
     """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
 
@@ -282,7 +274,7 @@ def train_nanogpt(
 
 
 def train_transformers(
-    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int = SCORES
+    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int
 ) -> list:
     """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
     T = recipe.sequence_length
@@ -315,9 +307,7 @@ def train_transformers(
     return points
 
 
-def train_here(
-    flags: list[str], folder: Path, updates: int, _rate: float, scores: int = SCORES
-) -> list:
+def train_here(flags: list[str], folder: Path, updates: int, _rate: float, scores: int) -> list:
     """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
     off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
     every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"

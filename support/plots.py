@@ -27,7 +27,6 @@ LIGHT = (*COLORS, PALE, "#59636e", "#d1d9e0", "#ffffff")
 DARK = "#58a6ff #f0883e #3fb98f #d67fc8 #e6edf3 #6e7681 #9198a1 #30363d #0d1117"
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
-Label = tuple[float, str, str]  # a value, its text, its colour
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
 TEXTS = {"tinyshakespeare": "Tiny Shakespeare", "python": "Python source"}
 
@@ -70,13 +69,15 @@ def average(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return mean, np.sqrt(np.maximum(0, square - mean**2))
 
 
-def label_lines(axis: Any, labels: list[Label]) -> None:
-    """Names values at the right edge. Texts that are moved apart point."""
+def label_lines(axis: Any) -> None:
+    """Writes the label of each line beside its end. Texts that are moved apart point."""
     bottom, top = axis.get_ylim()
     along = axis.get_yaxis_transform()
     inches = axis.get_position().height * axis.figure.get_figheight()
     y = -np.inf
-    for value, text, color in sorted(labels):
+    lines, _ = axis.get_legend_handles_labels()
+    ends = [(line.get_ydata()[-1], line.get_label(), line.get_color()) for line in lines]
+    for value, text, color in sorted(ends):
         y = max(value, y + 0.17 / inches * (top - bottom))
         style = dict(color=color, arrowprops=dict(arrowstyle="-", color=color, relpos=(0, 0.5)))
         axis.annotate(text, (1, value), (1.025, y), along, va="center", **style)
@@ -159,17 +160,17 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     for size in map(size_of, runs):
         if loss := OPENAI["val_loss"].get(text_of(runs[0]), {}).get(size):
             levels[f"OpenAI's {size} {loss:.3f}"] = loss
-    labels = draw_levels(axis, levels)
+    draw_levels(axis, levels)
     tops = list(levels.values())
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
             mean, deviation = average(losses)
             few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
-            axis.plot(steps[few] * unit, mean[few], color=color)
+            label = f"training {mean[-1]:.2f}" if alone else None
+            axis.plot(steps[few] * unit, mean[few], color=color, label=label)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
-                labels.append((mean[-1], f"training {mean[-1]:.2f}", color))
                 resumes = [record["step"] for record in starts_of(run.records)[1:]]
                 crossed = np.interp(resumes, steps, mean)
                 axis.plot(resumes, crossed, "x", color=BLACK, ms=7, mew=1.6)
@@ -177,21 +178,22 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             if alone and deviation.any():
                 band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
                 axis.fill_between(steps[few], *band[:, few], color=color, alpha=0.1, linewidth=0)
-                labels.append((band[0, -1], "± one deviation", color))
+                # one point draws no line, but has a label
+                axis.plot(steps[-1:], band[0, -1:], color=color, label="± one deviation")
         if "val" in run.streams:
             steps, losses = map(np.array, run.streams["val"])
             name = "validation" if alone else run.name
-            ink = RED if alone else color
-            labels.append((losses[-1], f"{name} {losses[-1]:.3f}", ink))
+            label = f"{name} {losses[-1]:.3f}"
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            style = dict(color=ink, markersize=5.5, markeredgecolor="white", clip_on=False)
-            axis.plot(steps[seen] * unit, losses[seen], "o-", **style)
+            style = dict(markersize=5.5, markeredgecolor="white", clip_on=False)
+            ink = RED if alone else color
+            axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, label=label, **style)
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
     axis.set_ylabel("loss (nats per token)")
-    label_lines(axis, labels)
+    label_lines(axis)
 
 
 def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
@@ -203,11 +205,10 @@ def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
     return steps >= min(last / 10, steps[-1])
 
 
-def draw_levels(axis: Any, levels: dict[str, float]) -> list[Label]:
-    """Draws published figures as dashed lines. Returns their labels for label_lines."""
-    for y in levels.values():
-        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1)
-    return [(y, name, BLACK) for name, y in levels.items()]
+def draw_levels(axis: Any, levels: dict[str, float]) -> None:
+    """Draws published figures as dashed lines."""
+    for name, y in levels.items():
+        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1, label=name)
 
 
 def examples_of(run: LoggedRun) -> int:
@@ -227,14 +228,14 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     for size in filter(None, map(size_of, runs)):
         for family, scores in OPENAI["hellaswag"].items():
             levels[f"OpenAI's {family} {size}"] = scores[size]
-    labels = draw_levels(axis, levels)
+    draw_levels(axis, levels)
     for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
         steps, scores = map(np.array, run.streams["hella"])
         error = np.sqrt(scores * (1 - scores) / examples_of(run))
         axis.errorbar(steps * unit, scores, error, fmt="o-", color=color, ms=3, clip_on=False)
-        labels.append((scores[-1], f"{run.name} {scores[-1]:.3f}", color))
+        axis.lines[-1].set_label(f"{run.name} {scores[-1]:.3f}")
     axis.set_ylabel("HellaSwag accuracy (normalized)")
-    label_lines(axis, labels)
+    label_lines(axis)
 
 
 def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
@@ -284,28 +285,25 @@ def plot_comparison(result: dict[str, Any]) -> Any:
     figure, [losses, differences] = new_figure(1, 2, 3.6)
     measure = result.get("measure", "validation loss")
     names = name_arms(result["arms"])
-    labels = []
     found = []
     for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
         if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
             start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
             millions = np.array(ended[0]["tokens"][start:]) / 1e6
             seeds = np.array([run["losses"][start:] for run in ended])
-            losses.plot(millions, seeds.mean(0), color=color)
+            losses.plot(millions, seeds.mean(0), color=color, label=name)
             losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
-            labels.append((seeds.mean(0)[-1], name, color))
         against = arm["against"]
         if "mean" in against:
             found.append((against["mean"], against["half"], name))
-            differences.plot(
-                against["differences"], [name] * len(arm["runs"]), "|", color=color, ms=9
-            )
-            differences.errorbar(*found[-1][::2], xerr=against["half"], fmt="o", color=color)
+            rows = [name] * len(arm["runs"])
+            differences.plot(against["differences"], rows, "|", color=color, ms=9)
+            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
     unit = "nats" if measure == "validation loss" else measure
     title = describe_best(found, names[0], unit) if found else ""
     losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
     label_x(losses, "tokens (millions)")
-    label_lines(losses, labels)
+    label_lines(losses)
     differences.axvline(0, color=BLACK, linewidth=0.8)
     differences.margins(x=0.1, y=0.3)
     differences.invert_yaxis()

@@ -175,7 +175,6 @@ def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
     assert [row["speedup"] for row in rows[1:]] == pytest.approx([2 / 1.01, 2 / 1.01])
     assert rows[1]["speedup_low"] <= rows[1]["speedup"] <= rows[1]["speedup_high"]
     assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160)
-    assert rows[1]["low"] < rows[1]["median"] < rows[1]["high"]
     assert "speedup" not in rows[0] and rows[0]["loss"] == 9.0 and rows[0]["memory_gb"] == 1
     rows = fake_rows("a", "b", "c", chain=False)
     assert rows[2]["speedup"] == pytest.approx(4 / 1.01), "without a chain the first is the base"
@@ -262,7 +261,7 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
     (1.5, 2.5, "2.00 × (1.50 to 2.50): faster"),
     (0.9, 2.5, "2.00 × (0.90 to 2.50): no difference shown"),
     (0.7, 0.9, "2.00 × (0.70 to 0.90): slower"),
-    (2.0, 2.0, "2.00 × (no range)"),
+    (2.0, 2.0, "2.00 × (2.00 to 2.00): no difference shown"),
     (0.9, 0.9962, "2.00 × (0.90 to 0.996): slower"),
     (0.9, 1.0041, "2.00 × (0.90 to 1.004): no difference shown"),
     (1.0, 2.5, "2.00 × (1.00 to 2.50): no difference shown"),

@@ -97,7 +97,7 @@ def test_nanogpts_own_script_trains_and_its_clock_stops_while_it_evaluates(
     monkeypatch.setattr(nn.Module, "train", nn.Module.train)
     monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
     monkeypatch.chdir(tmp_path)
-    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3)
+    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3, 16)
     assert [step for step, *_ in points] == list(range(2, 33, 2))
     assert [seconds for _, seconds, _ in points] == [4.0 * i for i in range(1, 17)]
     tokens = np.fromfile(folder / "val.bin", np.uint16)[1:193]  # 24 sequences of 8
@@ -123,7 +123,7 @@ def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
     flags = f"{sizes} {rest}".split()
     recipe, _ = parse_command_line(flags)
     for train in (partial(peers.train_here, flags), partial(peers.train_transformers, recipe)):
-        points = train(folder, 32, 0.01)
+        points = train(folder, 32, 0.01, 16)
         steps, seconds, bits = zip(*points, strict=True)
         assert list(steps) == list(range(2, 33, 2))
         assert list(seconds) == sorted(seconds) and seconds[0] > 0
@@ -165,7 +165,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     assert rows[1]["rate"] == 2e-3 and rows[1]["passed"] == 13.0  # at the first score
     assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
     [axis] = minutes.plot_minutes(result).axes
-    assert sum(len(line.get_xdata()) == peers.SCORES for line in axis.lines) == 4
+    assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 4
     assert axis.get_xlim() == (0, 58 / 60)
     title, _, others = axis.get_title("left").partition(", ")
     assert title == "Bits per byte after 1 minutes: this repository 3.00"

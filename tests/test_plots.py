@@ -171,7 +171,7 @@ def test_samples_stand_above_the_curve_with_an_arrow_to_their_point(tmp_path):
     texts = [text for text in axis.texts if "minutes" in text.get_text()]
     assert [text.xy[0] for text in texts] == [20, 40, 60], "the first after it, or the last"
     assert texts[0].get_text() == "1 minutes, step 20\n\nso <far> 20\n$"
-    [curve] = [line for line in axis.lines if line.get_color() == plots.BLUE]
+    curve = next(line for line in axis.lines if line.get_color() == plots.BLUE)
     for text in texts[1:]:
         assert text.xy[1] == pytest.approx(np.interp(text.xy[0], *curve.get_data()), abs=0.01)
     assert axis.get_ylim()[1] >= texts[0].xy[1], "an arrow out of the axes is not drawn"
