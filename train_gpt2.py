@@ -26,20 +26,10 @@ from config import (
 )
 from evaluate import Evaluations, build_evaluations, is_due, show
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, divergence, hf, plots, report, resume, sharding
+from support import checkpoint, device, divergence, hf, plots, report, resume, sharding
 from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
 from support.compile import compile_model
-from support.device import (
-    autocast,
-    dtype_name,
-    peak_flops,
-    peak_memory,
-    pick_dtype,
-    prepare_device,
-    sdpa_choice,
-    seed_everything,
-)
 from support.distributed import Interrupted, Stop, World, several
 from support.log import Log, alone_in
 from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
@@ -96,7 +86,7 @@ def train_step(
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
         sharding.sync_gradients(model, strategy, micro_step == grad_accum_steps - 1)
-        with autocast(world.device, dtype):
+        with device.autocast(world.device, dtype):
             _, loss = model(x, y)
         # micro-batches are equally large: the mean of their means is the mean over the update
         loss = loss / grad_accum_steps
@@ -221,12 +211,12 @@ def start_device(
 ) -> tuple[torch.dtype, float]:
     """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
     before = resumed_from.state["dtype"] if resumed_from else ""
-    dtype, reason = pick_dtype(world.device, config.dtype, world, before)
-    kernel = sdpa_choice(world.device, dtype, config)
-    world.say(f"device: {world.device}, {dtype_name(dtype)} ({reason}){kernel}")
+    dtype, reason = device.pick_dtype(world.device, config.dtype, world, before)
+    kernel = device.sdpa_choice(world.device, dtype, config)
+    world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason}){kernel}")
     if world.device.type == "cpu":  # its peak varies with other load
         return dtype, 0.0
-    peak, source = peak_flops(world.device, dtype)
+    peak, source = device.peak_flops(world.device, dtype)
     world.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
     return dtype, world.size * peak
 
@@ -373,7 +363,7 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
     config = run.config
     if config.overfit_single_batch:
         run.train_loader.reset()
-    seed_everything(config.seed, run.progress.step, run.world.rank)  # for models with dropout
+    device.seed_everything(config.seed, run.progress.step, run.world.rank)  # for dropout
     run.stop.late = run.world.is_main and (  # all processes go by one clock
         0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
     )
@@ -431,7 +421,7 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         tokens_per_sec=rate,
         tokens=run.train_loader.cursor * config.sequence_length,
         wall=run.wall(),
-        memory=peak_memory(run.world.device),
+        memory=device.peak_memory(run.world.device),
     )
 
 
@@ -474,7 +464,7 @@ def save_checkpoint(run: Run) -> None:
         "data": run.data,
         "machine": run.machine,
         "batch_size": run.train_loader.B,
-        "dtype": dtype_name(run.dtype),
+        "dtype": device.dtype_name(run.dtype),
         "config": dataclasses.asdict(config),
         "model": dataclasses.asdict(run.model.config),
         "scaler": run.scaler.state_dict(),
@@ -556,7 +546,7 @@ def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
     progress = run.progress
     last = run.writer.settle()
-    memory = peak_memory(run.world.device)
+    memory = device.peak_memory(run.world.device)
     wall = run.wall()
     run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
     run.world.say(
@@ -608,7 +598,7 @@ def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
 
 def main(args: list[str]) -> None:
     config, typed = parse_command_line(args)
-    prepare_device(config.device, config.deterministic)
+    device.prepare_device(config.device, config.deterministic)
     with World(config.device) as world:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):

@@ -612,7 +612,7 @@ def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch
     gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
-    monkeypatch.setattr("train_gpt2.peak_flops", lambda device, dtype: (1e12, "a test"))
+    monkeypatch.setattr("support.device.peak_flops", lambda device, dtype: (1e12, "a test"))
     train_gpt2.start_device(config, gpu)
     line = "device: cuda, bfloat16 (--dtype), cudnn_attention for heads of 32\n"
     assert capsys.readouterr().out.startswith(line)
