@@ -118,7 +118,8 @@ class Run:
     """A training run: its parts, all finished, and how far it has come."""
 
     config: TrainConfig
-    args: list[str]  # what was typed
+    command: str  # that began it
+    command_to_resume: str
     world: World
     log: Log
     stop: Stop
@@ -130,7 +131,6 @@ class Run:
     train_loader: DataLoaderLite
     evaluations: Evaluations
     data: dict[str, Any]  # resume.identify_data's
-    machine: dict[str, Any]  # resume.describe_machine's
     peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it varies with other load
     progress: Progress
     writer: Writer
@@ -146,12 +146,6 @@ class Run:
     def own_path(self) -> Path:
         """The path of this step's checkpoint. writer.last is the same once it is written."""
         return checkpoint.path_of(self.config.log_dir, self.progress.step)
-
-    def command(self) -> str:
-        return resume.command_line(self.world.launcher, self.args)
-
-    def command_to_resume(self) -> str:
-        return resume.command_line(self.world.launcher, resume.args_to_resume(self.args))
 
 
 def build_run(
@@ -185,7 +179,8 @@ def build_run(
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
-        args=args,
+        command=resume.command_line(world.launcher, args),
+        command_to_resume=resume.command_line(world.launcher, resume.args_to_resume(args)),
         world=world,
         log=Log(config.log_dir, world.is_main, config.tracker),
         stop=stop,
@@ -197,7 +192,6 @@ def build_run(
         train_loader=train_loader,
         evaluations=evaluations,
         data=data,
-        machine=resume.describe_machine(world),
         peak=peak,
         progress=progress,
         writer=Writer(stop, Path(config.log_dir), config.keep_checkpoints, last_saved),
@@ -429,11 +423,10 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
     """Records that the run diverged, and raises a UserError with two commands, a line each."""
     step = run.progress.step
     run.log.record(step, "diverged", reason=reason)
-    again = run.command_to_resume()
     raise UserError(
         f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}",
-        f"to find the operation: {again} --find-nan",
-        f"to resume, with a lower --learning-rate or --dtype float32: {again}",
+        f"to find the operation: {run.command_to_resume} --find-nan",
+        f"to resume, with a lower --learning-rate or --dtype float32: {run.command_to_resume}",
     )
 
 
@@ -456,13 +449,13 @@ def save_checkpoint(run: Run) -> None:
     broken = divergence.find_not_finite(run.model)
     if run.world.any(bool(broken)):
         end_diverged(run, f"{broken or 'a weight'} has values that are not finite")
-    divergence.refuse_other_copies(run.model, run.world, run.command_to_resume())
+    divergence.refuse_other_copies(run.model, run.world, run.command_to_resume)
     progress.wall = run.wall()
     progress.best = progress.lower or progress.best
     state = {
         **dataclasses.asdict(progress),
         "data": run.data,
-        "machine": run.machine,
+        "machine": resume.describe_machine(run.world),
         "batch_size": run.train_loader.B,
         "dtype": device.dtype_name(run.dtype),
         "config": dataclasses.asdict(config),
@@ -474,7 +467,7 @@ def save_checkpoint(run: Run) -> None:
         "steps": progress.step,
         "tokens": f"{progress.cursor * config.sequence_length:,}",
         **{name: f"{loss:.4f}" for name, loss in progress.losses.items()},
-        "command": run.command(),
+        "command": run.command,
     }
     run.log.sync()  # so that a resumed run finds every step up to this one
     run.writer.save(run.model, run.optimizers, state, card)
@@ -491,7 +484,7 @@ def end_interrupted(run: Run, problem: str) -> None:
         run.writer.settle()
     if run.world.is_main:
         plots.redraw(run.config.log_dir)
-    saved += f"; resume with: {run.command_to_resume()}"
+    saved += f"; resume with: {run.command_to_resume}"
     if problem:
         raise UserError(f"{problem}; {saved}")
     run.world.say(f"interrupted: {saved}")
@@ -510,7 +503,7 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
     try:
         run = build_run(config, args, typed, world, resumed_from)
         run.stop.listen()
-        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command())
+        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
         about["model"] = dataclasses.asdict(run.model.config)
         about["parameters"] = run.model.num_params()
         resume.start_logs(config, run.log, resumed_from, about)

@@ -1052,7 +1052,7 @@ def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_p
 def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir):
     config = TrainConfig(log_dir=str(run_dir))
     run = Mock(config=config, progress=Progress())
-    run.command_to_resume.return_value = "AGAIN"
+    run.command_to_resume = "AGAIN"
     with pytest.raises(UserError, match=r"operation: AGAIN --find-nan; to resume.*: AGAIN$"):
         end_diverged(run, "the loss is nan")
     assert run.log.record.call_args.kwargs == {"reason": "the loss is nan"}
