@@ -175,7 +175,7 @@ def build_run(
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     with world.fail_together():
         train_loader.wait()
-    last_saved = resume.path_in(config, resumed_from)
+    last_saved = resumed_from.path if resumed_from else None
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
