@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
 
 from support import GPT, Stop, World
 from support.common import UserError, first_line, hash_file, sync, writing
@@ -32,7 +26,7 @@ STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
 VERSION = 3  # of the training state
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 BESIDE = {"cuda"}  # devices that train on while a thread writes: a CPU would share its cores
 
 
@@ -102,17 +96,15 @@ class Writer:
         self.settle()
         world = self.stop.world
         final = path_of(self.log_dir, state["step"])
-        weights: dict = get_model_state_dict(model, options=FULL)
+        weights: dict = state_dict.get_model_state_dict(model, options=FULL)
         moments: dict = {"state": {}}
         if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
-            moments = get_optimizer_state_dict(model, optimizers, options=FULL)
+            moments = state_dict.get_optimizer_state_dict(model, optimizers, options=FULL)
         work = partial(Path, final)
         if world.is_main:  # a tied weight has one name; FSDP swaps parameters in the next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
             moments = resize_states(moments, model.without_padding)
             state = {**state, "version": VERSION, "optimizer": moments}
-            if "cpu" in BESIDE:  # there, these are the live tensors
-                weights, state = deepcopy((weights, state))
             work = partial(write, final, model, weights, state, card, self.keep)
         if world.device.type in BESIDE:
             self.begun = self.thread.submit(work)
@@ -145,7 +137,14 @@ def write(
         sweep(final.parent)
         model.save_pretrained(beside, weights, card)
         torch.save(state, beside / STATE)
-        seal(beside, final)
+        hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
+        (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
+        for path in (*beside.iterdir(), beside):
+            sync(path)
+        if final.exists():
+            set_aside(final, "abandoned")
+        beside.rename(final)
+        sync(final.parent)
     except Exception as e:  # torch's and safetensors' writers have errors of their own
         shutil.rmtree(beside, ignore_errors=True)  # it may have filled the disk
         raise UserError(
@@ -154,18 +153,6 @@ def write(
         ) from e
     prune(final.parent, keep, (state.get("best") or {}).get("step"))
     return final
-
-
-def seal(beside: Path, final: Path) -> None:
-    """Adds the checksums to a written directory, waits for the disk, and gives it its name."""
-    hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
-    (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
-    for path in (*beside.iterdir(), beside):
-        sync(path)
-    if final.exists():
-        set_aside(final, "abandoned")
-    beside.rename(final)
-    sync(final.parent)
 
 
 def sweep(log_dir: Path) -> None:
@@ -265,8 +252,8 @@ def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], moments
         {**group, "params": saved["params"]}
         for group, saved in zip(own, padded["param_groups"], strict=True)
     ]
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizers, padded, options=options)
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_optimizer_state_dict(model, optimizers, padded, options=options)
 
 
 # -- moving aside and removing
@@ -292,7 +279,6 @@ def prune(log_dir: str | Path, keep: int, best: int | None = None) -> None:
 def remove(path: Path) -> None:
     """Renames it first: no directory called ckpt_* is ever half-removed."""
     hidden = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
     with writing(hidden):
         path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)  # the next `sweep` tries again

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import write_beside
 from conftest import (
     EOT,
     LONGEST,
@@ -420,7 +421,7 @@ def write_later(monkeypatch, may_write) -> None:
         assert threading.current_thread() is threading.main_thread(), "FSDP swaps them"
         return torch.nn.Module.named_parameters(self, *args, **options)
 
-    monkeypatch.setattr(checkpoint, "BESIDE", {"cpu"})
+    write_beside(monkeypatch.setattr)
     monkeypatch.setattr(checkpoint, "write", later)
     monkeypatch.setattr(GPT, "named_parameters", here)
 
