@@ -387,12 +387,11 @@ class DataLoaderLite:
     num_processes: int = 1
     shuffle: bool = False
     seed: int = 1337
-    vocab_size: int = 0  # 0: of the data's vocabulary
     pin: bool = False
 
     def __post_init__(self) -> None:
         self.shards = find_shards(Path(self.data_dir), self.split)
-        self.vocab_size = self.vocab_size or tokenizer_of_data(self.data_dir).vocab_size
+        self.vocab_size = tokenizer_of_data(self.data_dir).vocab_size
         self.num_tokens = sum(shard.num_tokens for shard in self.shards)
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
         if not self.num_sequences:
@@ -428,15 +427,7 @@ class DataLoaderLite:
         return x, y
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Sequences first … first + count - 1 as x, y (count, T).
-
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> np.save(f"{folder}/a_train_000001.npy", np.arange(10, dtype=np.uint16))
-        >>> x, y = DataLoaderLite(folder, "train", B=1, T=4).batch(first=0, count=2)
-        >>> x.tolist(), y.tolist()
-        ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
-        """
+        """Sequences first … first + count - 1 as x, y (count, T)."""
         rows = [self.sequence(first + i) for i in range(count)]
         sequences = torch.from_numpy(np.stack(rows).astype(np.int64))
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

@@ -4,11 +4,10 @@ torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -98,7 +97,7 @@ def train_step(
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(model, grad_clip, world)
-    loss_accum = world.mean(loss_accum)
+    loss_accum = world.sum(loss_accum) / world.size
     skipped = judge(loss_accum.item(), norm.item()) if judge else ""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -453,13 +452,13 @@ def save_checkpoint(run: Run) -> None:
     progress.wall = run.wall()
     progress.best = progress.lower or progress.best
     state = {
-        **dataclasses.asdict(progress),
+        **asdict(progress),
         "data": run.data,
         "machine": resume.describe_machine(run.world),
         "batch_size": run.train_loader.B,
         "dtype": device.dtype_name(run.dtype),
-        "config": dataclasses.asdict(config),
-        "model": dataclasses.asdict(run.model.config),
+        "config": asdict(config),
+        "model": asdict(run.model.config),
         "scaler": run.scaler.state_dict(),
     }
     card = {
@@ -504,7 +503,7 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         run = build_run(config, args, typed, world, resumed_from)
         run.stop.listen()
         about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
-        about["model"] = dataclasses.asdict(run.model.config)
+        about["model"] = asdict(run.model.config)
         about["parameters"] = run.model.num_params()
         resume.start_logs(config, run.log, resumed_from, about)
         loop(run)
@@ -530,7 +529,7 @@ def find_start(
         config = with_typed_warmup(config, typed, resumed_from.state["config"])
         if problems := wrong_sizes(config, world.size):
             raise UsageError(*problems)
-        changed = resume.compare_settings(config, resumed_from, dataclasses.fields(GPTConfig))
+        changed = resume.compare_settings(config, resumed_from, fields(GPTConfig))
         resume.say_what_differs(world, resumed_from, changed)
     return config, resumed_from
 
@@ -561,7 +560,7 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
     compiled code has no operations to name.
     """
     config, resumed_from = find_start(config, typed, world)
-    config = dataclasses.replace(config, compile=False, hellaswag_every=0)
+    config = replace(config, compile=False, hellaswag_every=0)
     run = build_run(config, args, typed, world, resumed_from)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config))
@@ -579,7 +578,7 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
 
 def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
-    config = dataclasses.replace(config, sample_every=0)
+    config = replace(config, sample_every=0)
     dtype, _ = start_device(config, world)
     model = build_model(config, typed, world)
     B = config.batch_size or fit_batch_size(model, config, world, dtype)

@@ -65,7 +65,6 @@ class World:
         return device
 
     def join(self) -> None:
-        """Joins the process group."""
         store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun's store outlives the workers that it restarts, and so would the dead
@@ -138,9 +137,6 @@ class World:
             dist.all_reduce(x)
         return x
 
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sum(x) / self.size
-
     def any(self, flag: bool) -> bool:
         """Whether any process sets the flag. It travels between CPUs: no GPU waits for it."""
         return self.sum(torch.tensor(int(flag))).item() > 0
@@ -166,8 +162,6 @@ class World:
         if self.size > 1:
             dist.all_gather_object(names, names[0])
         return sorted(set(names) - {""})
-
-    # -- failing together
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
