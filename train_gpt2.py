@@ -498,9 +498,11 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
     if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
         world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
         return
-    run: Run | None = None
     try:
         run = build_run(config, args, typed, world, resumed_from)
+    except torch.OutOfMemoryError:
+        raise UserError(explain_out_of_memory(0, config)) from None
+    try:
         run.stop.listen()
         about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
         about["model"] = asdict(run.model.config)
@@ -509,15 +511,12 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         loop(run)
         finish(run)
     except Interrupted as end:
-        if run:
-            end_interrupted(run, str(end))
+        end_interrupted(run, str(end))
     except torch.OutOfMemoryError:
-        batch_size = run.train_loader.B if run else 0
-        raise UserError(explain_out_of_memory(batch_size, config)) from None
+        raise UserError(explain_out_of_memory(run.train_loader.B, config)) from None
     finally:
-        if run:
-            run.writer.thread.shutdown()  # however the run ends, finish what is being written
-            run.log.close()
+        run.writer.thread.shutdown()  # however the run ends, finish what is being written
+        run.log.close()
 
 
 def find_start(
@@ -595,17 +594,14 @@ def main(args: list[str]) -> None:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):
             raise UsageError(*problems)
-        try:
-            if config.eval_only:
-                evaluate_only(config, typed, world)
-            elif config.find_nan:
-                find_nan(config, args, typed, world)
-            else:
-                patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
-                with alone_in(config.log_dir, world, patience):
-                    train(config, args, typed, world)
-        except Interrupted as end:  # before there was anything to save
-            raise UserError(str(end)) from None
+        if config.eval_only:
+            evaluate_only(config, typed, world)
+        elif config.find_nan:
+            find_nan(config, args, typed, world)
+        else:
+            patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
+            with alone_in(config.log_dir, world, patience):
+                train(config, args, typed, world)
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ class World:
         return f"rank {self.rank}: another process has failed and says why"
 
 
-class Interrupted(Exception):
+class Interrupted(UserError):
     """The run ends early. The message says why, unless a signal asked for it."""
 
 
