@@ -313,10 +313,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding
 
     def configure_optimizers(self, name: str = "adamw", **options: Any) -> list[Optimizer]:
-        """The optimizers of this name, in the order of their updates.
-
-        options: those of the functions in support/optim.py; by default GPT-3's for the 124M.
-        """
+        """This name's optimizers, in the order of their updates. options: see support/optim.py."""
         gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
         return OPTIMIZERS[name](self, **(gpt3 | options))
 

@@ -244,9 +244,8 @@ def build_model(
 ) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
-    Its vocabulary must be the data's. A flag sets the GPTConfig field of its name. Loaded weights
-    keep their own fields, except those marked SAME_MATH. With --init-from, flags also set the
-    context length and what the files lack.
+    Loaded weights keep their own fields, except those marked SAME_MATH. With --init-from, flags
+    also set the context length and what the files lack.
     """
     tokenizer = tokenizer_of_data(config.data_dir)
     flags = GPTConfig.fields_from(config, tokenizer.vocab_size)

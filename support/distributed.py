@@ -29,9 +29,8 @@ def several() -> bool:
 class World:
     """The processes of this run, as torchrun starts them. This one is `rank` of `size`.
 
-    device: auto (a GPU if there is one, else the CPU), cuda, mps or cpu. As a context manager it
-    leaves the process group at the end, so that no rank hangs or complains at exit. Raises
-    UserError for a device that is not there.
+    device: see pick_device. As a context manager it leaves the process group at the end, so that no
+    rank hangs or complains at exit.
     """
 
     def __init__(self, device: str = "auto"):
@@ -124,7 +123,6 @@ class World:
         return f"torchrun {processes} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
 
     def say(self, message: str) -> None:
-        """Prints on rank 0."""
         if self.is_main:
             say(message)
 

@@ -26,9 +26,6 @@ MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
 MEANINGS["val_tokens"] = " (validation losses are not comparable with those before)"
 
 
-# -- commands
-
-
 def command_line(launcher: str, args: list[str]) -> str:
     return f"{launcher} {shlex.join(['train_gpt2.py', *args])}"
 
