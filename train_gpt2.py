@@ -161,10 +161,10 @@ def build_run(
     Optimizers come last, because sharding changes parameters.
     """
     data = resume.identify_data(config, resumed_from)
-    dtype, peak = start_device(config, world, resumed_from)
+    before = resumed_from.state if resumed_from else {}
+    dtype, peak = start_device(config, world, before.get("dtype", ""))
     model = build_model(config, typed, world, resumed_from)
-    before = resumed_from.state["batch_size"] if resumed_from else 0
-    B = fit_batch_size(model, config, world, dtype, before)
+    B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
     train_loader = build_train_loader(config, world, B)
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
@@ -199,11 +199,8 @@ def build_run(
     )
 
 
-def start_device(
-    config: TrainConfig, world: World, resumed_from: Checkpoint | None = None
-) -> tuple[torch.dtype, float]:
+def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[torch.dtype, float]:
     """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
-    before = resumed_from.state["dtype"] if resumed_from else ""
     dtype, reason = device.pick_dtype(world.device, config.dtype, world, before)
     kernel = device.sdpa_choice(world.device, dtype, config)
     world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason}){kernel}")
@@ -426,9 +423,6 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
         f"to find the operation: {run.command_to_resume} --find-nan",
         f"to resume, with a lower --learning-rate or --dtype float32: {run.command_to_resume}",
     )
-
-
-# -- saving
 
 
 def save_is_due(run: Run) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
+from torch.optim import Optimizer
 
 from support import GPT, Stop, World
 from support.common import UserError, first_line, hash_file, sync, writing
@@ -68,9 +69,6 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("ckpt_"))
 
 
-# -- writing
-
-
 @dataclass
 class Writer:
     """Writes a run's checkpoints, on rank 0. On a GPU, a thread does it while training continues.
@@ -85,9 +83,7 @@ class Writer:
     begun: Future[Path] | None = None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
-    def save(
-        self, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, card: dict
-    ) -> None:
+    def save(self, model: GPT, optimizers: list[Optimizer], state: dict, card: dict) -> None:
         """Begins to write ckpt_{step:06d}; on a CPU, it is written. Every rank calls it.
 
         model: before wrapping. state: plain values, with `step`. card: rows of the model card.
@@ -233,7 +229,7 @@ def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Ten
     return {**moments, "state": states}
 
 
-def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], moments: dict) -> None:
+def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> None:
     """Gives the optimizers their part of a checkpoint's `optimizer`, saved with any sharding.
 
     Their options (weight decay, betas, fused) stay as they are: flags and device decide.
