@@ -570,7 +570,6 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
 
 def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
-    config = replace(config, sample_every=0)
     dtype, _ = start_device(config, world)
     model = build_model(config, typed, world)
     B = config.batch_size or fit_batch_size(model, config, world, dtype)
