@@ -313,10 +313,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding
 
     def configure_optimizers(self, name: str = "adamw", **options: Any) -> list[Optimizer]:
-        """The optimizers of this name, in the order of their updates.
-
-        options: those of the functions in support/optim.py; by default GPT-3's for the 124M.
-        """
+        """This name's optimizers, in the order of their updates. options: see support/optim.py."""
         gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
         return OPTIMIZERS[name](self, **(gpt3 | options))
 
@@ -387,12 +384,11 @@ class DataLoaderLite:
     num_processes: int = 1
     shuffle: bool = False
     seed: int = 1337
-    vocab_size: int = 0  # 0: of the data's vocabulary
     pin: bool = False
 
     def __post_init__(self) -> None:
         self.shards = find_shards(Path(self.data_dir), self.split)
-        self.vocab_size = self.vocab_size or tokenizer_of_data(self.data_dir).vocab_size
+        self.vocab_size = tokenizer_of_data(self.data_dir).vocab_size
         self.num_tokens = sum(shard.num_tokens for shard in self.shards)
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
         if not self.num_sequences:
@@ -428,15 +424,7 @@ class DataLoaderLite:
         return x, y
 
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Sequences first … first + count - 1 as x, y (count, T).
-
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> np.save(f"{folder}/a_train_000001.npy", np.arange(10, dtype=np.uint16))
-        >>> x, y = DataLoaderLite(folder, "train", B=1, T=4).batch(first=0, count=2)
-        >>> x.tolist(), y.tolist()
-        ([[0, 1, 2, 3], [4, 5, 6, 7]], [[1, 2, 3, 4], [5, 6, 7, 8]])
-        """
+        """Sequences first … first + count - 1 as x, y (count, T)."""
         rows = [self.sequence(first + i) for i in range(count)]
         sequences = torch.from_numpy(np.stack(rows).astype(np.int64))
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

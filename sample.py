@@ -16,16 +16,7 @@ import torch
 
 from model import GPT
 from support import generation
-from support.common import (
-    Amount,
-    Count,
-    Range,
-    UsageError,
-    UserError,
-    parse_flags,
-    reading,
-    run_script,
-)
+from support.common import Count, Range, UsageError, UserError, parse_flags, reading, run_script
 from support.compile import why_not_compile
 from support.device import evaluation_mode, pick_device, pick_dtype
 from support.tokenizer import check_vocabulary, replace_surrogates
@@ -42,7 +33,7 @@ class SampleConfig:
     prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: asks for it
     num_samples: Count = 1  # continuations of each prompt
     max_new_tokens: Count = 100  # tokens to add, at most
-    temperature: Amount = 0.9  # 0 always takes the likeliest token
+    temperature: Annotated[float, Range(0)] = 0.9  # 0 always takes the likeliest token
     top_k: Annotated[int, Range(0)] = 50  # draw from the k likeliest tokens; 0 = from all
     # draw only from the likeliest tokens that together have this probability
     top_p: Annotated[float, Range(0, 1)] = 1.0

@@ -4,11 +4,10 @@ torchrun --standalone --nproc_per_node=8 train_gpt2.py
 python train_gpt2.py --preset quickstart
 """
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,20 +25,10 @@ from config import (
 )
 from evaluate import Evaluations, build_evaluations, is_due, show
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, divergence, hf, plots, report, resume, sharding
+from support import checkpoint, device, divergence, hf, plots, report, resume, sharding
 from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
 from support.compile import compile_model
-from support.device import (
-    autocast,
-    dtype_name,
-    peak_flops,
-    peak_memory,
-    pick_dtype,
-    prepare_device,
-    sdpa_choice,
-    seed_everything,
-)
 from support.distributed import Interrupted, Stop, World, several
 from support.log import Log, alone_in
 from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
@@ -96,7 +85,7 @@ def train_step(
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
         sharding.sync_gradients(model, strategy, micro_step == grad_accum_steps - 1)
-        with autocast(world.device, dtype):
+        with device.autocast(world.device, dtype):
             _, loss = model(x, y)
         # micro-batches are equally large: the mean of their means is the mean over the update
         loss = loss / grad_accum_steps
@@ -108,7 +97,7 @@ def train_step(
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(model, grad_clip, world)
-    loss_accum = world.mean(loss_accum)
+    loss_accum = world.sum(loss_accum) / world.size
     skipped = judge(loss_accum.item(), norm.item()) if judge else ""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -128,7 +117,8 @@ class Run:
     """A training run: its parts, all finished, and how far it has come."""
 
     config: TrainConfig
-    args: list[str]  # what was typed
+    command: str  # that began it
+    command_to_resume: str
     world: World
     log: Log
     stop: Stop
@@ -140,7 +130,6 @@ class Run:
     train_loader: DataLoaderLite
     evaluations: Evaluations
     data: dict[str, Any]  # resume.identify_data's
-    machine: dict[str, Any]  # resume.describe_machine's
     peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it varies with other load
     progress: Progress
     writer: Writer
@@ -157,12 +146,6 @@ class Run:
         """The path of this step's checkpoint. writer.last is the same once it is written."""
         return checkpoint.path_of(self.config.log_dir, self.progress.step)
 
-    def command(self) -> str:
-        return resume.command_line(self.world.launcher, self.args)
-
-    def command_to_resume(self) -> str:
-        return resume.command_line(self.world.launcher, resume.args_to_resume(self.args))
-
 
 def build_run(
     config: TrainConfig,
@@ -178,10 +161,10 @@ def build_run(
     Optimizers come last, because sharding changes parameters.
     """
     data = resume.identify_data(config, resumed_from)
-    dtype, peak = start_device(config, world, resumed_from)
+    before = resumed_from.state if resumed_from else {}
+    dtype, peak = start_device(config, world, before.get("dtype", ""))
     model = build_model(config, typed, world, resumed_from)
-    before = resumed_from.state["batch_size"] if resumed_from else 0
-    B = fit_batch_size(model, config, world, dtype, before)
+    B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
     train_loader = build_train_loader(config, world, B)
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
@@ -191,11 +174,12 @@ def build_run(
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     with world.fail_together():
         train_loader.wait()
-    last_saved = resume.path_in(config, resumed_from)
+    last_saved = resumed_from.path if resumed_from else None
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
-        args=args,
+        command=resume.command_line(world.launcher, args),
+        command_to_resume=resume.command_line(world.launcher, resume.args_to_resume(args)),
         world=world,
         log=Log(config.log_dir, world.is_main, config.tracker),
         stop=stop,
@@ -207,7 +191,6 @@ def build_run(
         train_loader=train_loader,
         evaluations=evaluations,
         data=data,
-        machine=resume.describe_machine(world),
         peak=peak,
         progress=progress,
         writer=Writer(stop, Path(config.log_dir), config.keep_checkpoints, last_saved),
@@ -216,17 +199,14 @@ def build_run(
     )
 
 
-def start_device(
-    config: TrainConfig, world: World, resumed_from: Checkpoint | None = None
-) -> tuple[torch.dtype, float]:
+def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[torch.dtype, float]:
     """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
-    before = resumed_from.state["dtype"] if resumed_from else ""
-    dtype, reason = pick_dtype(world.device, config.dtype, world, before)
-    kernel = sdpa_choice(world.device, dtype, config)
-    world.say(f"device: {world.device}, {dtype_name(dtype)} ({reason}){kernel}")
+    dtype, reason = device.pick_dtype(world.device, config.dtype, world, before)
+    kernel = device.sdpa_choice(world.device, dtype, config)
+    world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason}){kernel}")
     if world.device.type == "cpu":  # its peak varies with other load
         return dtype, 0.0
-    peak, source = peak_flops(world.device, dtype)
+    peak, source = device.peak_flops(world.device, dtype)
     world.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
     return dtype, world.size * peak
 
@@ -261,9 +241,8 @@ def build_model(
 ) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
-    Its vocabulary must be the data's. A flag sets the GPTConfig field of its name. Loaded weights
-    keep their own fields, except those marked SAME_MATH. With --init-from, flags also set the
-    context length and what the files lack.
+    Loaded weights keep their own fields, except those marked SAME_MATH. With --init-from, flags
+    also set the context length and what the files lack.
     """
     tokenizer = tokenizer_of_data(config.data_dir)
     flags = GPTConfig.fields_from(config, tokenizer.vocab_size)
@@ -373,7 +352,7 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
     config = run.config
     if config.overfit_single_batch:
         run.train_loader.reset()
-    seed_everything(config.seed, run.progress.step, run.world.rank)  # for models with dropout
+    device.seed_everything(config.seed, run.progress.step, run.world.rank)  # for dropout
     run.stop.late = run.world.is_main and (  # all processes go by one clock
         0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
     )
@@ -431,7 +410,7 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         tokens_per_sec=rate,
         tokens=run.train_loader.cursor * config.sequence_length,
         wall=run.wall(),
-        memory=peak_memory(run.world.device),
+        memory=device.peak_memory(run.world.device),
     )
 
 
@@ -439,15 +418,11 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
     """Records that the run diverged, and raises a UserError with two commands, a line each."""
     step = run.progress.step
     run.log.record(step, "diverged", reason=reason)
-    again = run.command_to_resume()
     raise UserError(
         f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}",
-        f"to find the operation: {again} --find-nan",
-        f"to resume, with a lower --learning-rate or --dtype float32: {again}",
+        f"to find the operation: {run.command_to_resume} --find-nan",
+        f"to resume, with a lower --learning-rate or --dtype float32: {run.command_to_resume}",
     )
-
-
-# -- saving
 
 
 def save_is_due(run: Run) -> bool:
@@ -466,17 +441,17 @@ def save_checkpoint(run: Run) -> None:
     broken = divergence.find_not_finite(run.model)
     if run.world.any(bool(broken)):
         end_diverged(run, f"{broken or 'a weight'} has values that are not finite")
-    divergence.refuse_other_copies(run.model, run.world, run.command_to_resume())
+    divergence.refuse_other_copies(run.model, run.world, run.command_to_resume)
     progress.wall = run.wall()
     progress.best = progress.lower or progress.best
     state = {
-        **dataclasses.asdict(progress),
+        **asdict(progress),
         "data": run.data,
-        "machine": run.machine,
+        "machine": resume.describe_machine(run.world),
         "batch_size": run.train_loader.B,
-        "dtype": dtype_name(run.dtype),
-        "config": dataclasses.asdict(config),
-        "model": dataclasses.asdict(run.model.config),
+        "dtype": device.dtype_name(run.dtype),
+        "config": asdict(config),
+        "model": asdict(run.model.config),
         "scaler": run.scaler.state_dict(),
     }
     card = {
@@ -484,7 +459,7 @@ def save_checkpoint(run: Run) -> None:
         "steps": progress.step,
         "tokens": f"{progress.cursor * config.sequence_length:,}",
         **{name: f"{loss:.4f}" for name, loss in progress.losses.items()},
-        "command": run.command(),
+        "command": run.command,
     }
     run.log.sync()  # so that a resumed run finds every step up to this one
     run.writer.save(run.model, run.optimizers, state, card)
@@ -501,7 +476,7 @@ def end_interrupted(run: Run, problem: str) -> None:
         run.writer.settle()
     if run.world.is_main:
         plots.redraw(run.config.log_dir)
-    saved += f"; resume with: {run.command_to_resume()}"
+    saved += f"; resume with: {run.command_to_resume}"
     if problem:
         raise UserError(f"{problem}; {saved}")
     run.world.say(f"interrupted: {saved}")
@@ -516,26 +491,25 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
     if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
         world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
         return
-    run: Run | None = None
     try:
         run = build_run(config, args, typed, world, resumed_from)
+    except torch.OutOfMemoryError:
+        raise UserError(explain_out_of_memory(0, config)) from None
+    try:
         run.stop.listen()
-        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command())
-        about["model"] = dataclasses.asdict(run.model.config)
+        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
+        about["model"] = asdict(run.model.config)
         about["parameters"] = run.model.num_params()
         resume.start_logs(config, run.log, resumed_from, about)
         loop(run)
         finish(run)
     except Interrupted as end:
-        if run:
-            end_interrupted(run, str(end))
+        end_interrupted(run, str(end))
     except torch.OutOfMemoryError:
-        batch_size = run.train_loader.B if run else 0
-        raise UserError(explain_out_of_memory(batch_size, config)) from None
+        raise UserError(explain_out_of_memory(run.train_loader.B, config)) from None
     finally:
-        if run:
-            run.writer.thread.shutdown()  # however the run ends, finish what is being written
-            run.log.close()
+        run.writer.thread.shutdown()  # however the run ends, finish what is being written
+        run.log.close()
 
 
 def find_start(
@@ -547,7 +521,7 @@ def find_start(
         config = with_typed_warmup(config, typed, resumed_from.state["config"])
         if problems := wrong_sizes(config, world.size):
             raise UsageError(*problems)
-        changed = resume.compare_settings(config, resumed_from, dataclasses.fields(GPTConfig))
+        changed = resume.compare_settings(config, resumed_from, fields(GPTConfig))
         resume.say_what_differs(world, resumed_from, changed)
     return config, resumed_from
 
@@ -556,7 +530,7 @@ def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
     progress = run.progress
     last = run.writer.settle()
-    memory = peak_memory(run.world.device)
+    memory = device.peak_memory(run.world.device)
     wall = run.wall()
     run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
     run.world.say(
@@ -578,7 +552,7 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
     compiled code has no operations to name.
     """
     config, resumed_from = find_start(config, typed, world)
-    config = dataclasses.replace(config, compile=False, hellaswag_every=0)
+    config = replace(config, compile=False, hellaswag_every=0)
     run = build_run(config, args, typed, world, resumed_from)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config))
@@ -596,7 +570,6 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
 
 def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
-    config = dataclasses.replace(config, sample_every=0)
     dtype, _ = start_device(config, world)
     model = build_model(config, typed, world)
     B = config.batch_size or fit_batch_size(model, config, world, dtype)
@@ -608,22 +581,19 @@ def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
 
 def main(args: list[str]) -> None:
     config, typed = parse_command_line(args)
-    prepare_device(config.device, config.deterministic)
+    device.prepare_device(config.device, config.deterministic)
     with World(config.device) as world:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):
             raise UsageError(*problems)
-        try:
-            if config.eval_only:
-                evaluate_only(config, typed, world)
-            elif config.find_nan:
-                find_nan(config, args, typed, world)
-            else:
-                patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
-                with alone_in(config.log_dir, world, patience):
-                    train(config, args, typed, world)
-        except Interrupted as end:  # before there was anything to save
-            raise UserError(str(end)) from None
+        if config.eval_only:
+            evaluate_only(config, typed, world)
+        elif config.find_nan:
+            find_nan(config, args, typed, world)
+        else:
+            patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
+            with alone_in(config.log_dir, world, patience):
+                train(config, args, typed, world)
 
 
 if __name__ == "__main__":

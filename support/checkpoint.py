@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,12 +16,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict
+from torch.optim import Optimizer
 
 from support import GPT, Stop, World
 from support.common import UserError, first_line, hash_file, sync, writing
@@ -32,7 +27,7 @@ STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
 VERSION = 3  # of the training state
-FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 BESIDE = {"cuda"}  # devices that train on while a thread writes: a CPU would share its cores
 
 
@@ -74,9 +69,6 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("ckpt_"))
 
 
-# -- writing
-
-
 @dataclass
 class Writer:
     """Writes a run's checkpoints, on rank 0. On a GPU, a thread does it while training continues.
@@ -91,9 +83,7 @@ class Writer:
     begun: Future[Path] | None = None
     thread: ThreadPoolExecutor = field(default_factory=partial(ThreadPoolExecutor, 1))
 
-    def save(
-        self, model: GPT, optimizers: list[torch.optim.Optimizer], state: dict, card: dict
-    ) -> None:
+    def save(self, model: GPT, optimizers: list[Optimizer], state: dict, card: dict) -> None:
         """Begins to write ckpt_{step:06d}; on a CPU, it is written. Every rank calls it.
 
         model: before wrapping. state: plain values, with `step`. card: rows of the model card.
@@ -102,17 +92,15 @@ class Writer:
         self.settle()
         world = self.stop.world
         final = path_of(self.log_dir, state["step"])
-        weights: dict = get_model_state_dict(model, options=FULL)
+        weights: dict = state_dict.get_model_state_dict(model, options=FULL)
         moments: dict = {"state": {}}
         if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
-            moments = get_optimizer_state_dict(model, optimizers, options=FULL)
+            moments = state_dict.get_optimizer_state_dict(model, optimizers, options=FULL)
         work = partial(Path, final)
         if world.is_main:  # a tied weight has one name; FSDP swaps parameters in the next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
             moments = resize_states(moments, model.without_padding)
             state = {**state, "version": VERSION, "optimizer": moments}
-            if "cpu" in BESIDE:  # there, these are the live tensors
-                weights, state = deepcopy((weights, state))
             work = partial(write, final, model, weights, state, card, self.keep)
         if world.device.type in BESIDE:
             self.begun = self.thread.submit(work)
@@ -145,7 +133,14 @@ def write(
         sweep(final.parent)
         model.save_pretrained(beside, weights, card)
         torch.save(state, beside / STATE)
-        seal(beside, final)
+        hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
+        (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
+        for path in (*beside.iterdir(), beside):
+            sync(path)
+        if final.exists():
+            set_aside(final, "abandoned")
+        beside.rename(final)
+        sync(final.parent)
     except Exception as e:  # torch's and safetensors' writers have errors of their own
         shutil.rmtree(beside, ignore_errors=True)  # it may have filled the disk
         raise UserError(
@@ -154,18 +149,6 @@ def write(
         ) from e
     prune(final.parent, keep, (state.get("best") or {}).get("step"))
     return final
-
-
-def seal(beside: Path, final: Path) -> None:
-    """Adds the checksums to a written directory, waits for the disk, and gives it its name."""
-    hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
-    (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
-    for path in (*beside.iterdir(), beside):
-        sync(path)
-    if final.exists():
-        set_aside(final, "abandoned")
-    beside.rename(final)
-    sync(final.parent)
 
 
 def sweep(log_dir: Path) -> None:
@@ -246,7 +229,7 @@ def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Ten
     return {**moments, "state": states}
 
 
-def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], moments: dict) -> None:
+def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> None:
     """Gives the optimizers their part of a checkpoint's `optimizer`, saved with any sharding.
 
     Their options (weight decay, betas, fused) stay as they are: flags and device decide.
@@ -265,8 +248,8 @@ def load_optimizers(model: GPT, optimizers: list[torch.optim.Optimizer], moments
         {**group, "params": saved["params"]}
         for group, saved in zip(own, padded["param_groups"], strict=True)
     ]
-    options = StateDictOptions(full_state_dict=True)
-    set_optimizer_state_dict(model, optimizers, padded, options=options)
+    options = state_dict.StateDictOptions(full_state_dict=True)
+    state_dict.set_optimizer_state_dict(model, optimizers, padded, options=options)
 
 
 # -- moving aside and removing
@@ -292,7 +275,6 @@ def prune(log_dir: str | Path, keep: int, best: int | None = None) -> None:
 def remove(path: Path) -> None:
     """Renames it first: no directory called ckpt_* is ever half-removed."""
     hidden = path.with_name(f".{path.name}.removed")
-    shutil.rmtree(hidden, ignore_errors=True)
     with writing(hidden):
         path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)  # the next `sweep` tries again

@@ -1,7 +1,4 @@
-"""What runs compiled: the blocks and the loss, in place; and whether this machine can compile.
-
-Attention's backward pass in bfloat16 on a CPU is in support/attention.py.
-"""
+"""What runs compiled: the blocks and the loss, in place; and whether this machine can compile."""
 
 from contextlib import AbstractContextManager
 

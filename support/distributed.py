@@ -29,9 +29,8 @@ def several() -> bool:
 class World:
     """The processes of this run, as torchrun starts them. This one is `rank` of `size`.
 
-    device: auto (a GPU if there is one, else the CPU), cuda, mps or cpu. As a context manager it
-    leaves the process group at the end, so that no rank hangs or complains at exit. Raises
-    UserError for a device that is not there.
+    device: see pick_device. As a context manager it leaves the process group at the end, so that no
+    rank hangs or complains at exit.
     """
 
     def __init__(self, device: str = "auto"):
@@ -65,7 +64,6 @@ class World:
         return device
 
     def join(self) -> None:
-        """Joins the process group."""
         store, _, _ = next(dist.rendezvous("env://"))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":
             # torchrun's store outlives the workers that it restarts, and so would the dead
@@ -125,7 +123,6 @@ class World:
         return f"torchrun {processes} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
 
     def say(self, message: str) -> None:
-        """Prints on rank 0."""
         if self.is_main:
             say(message)
 
@@ -137,9 +134,6 @@ class World:
             x = x.clone()
             dist.all_reduce(x)
         return x
-
-    def mean(self, x: torch.Tensor) -> torch.Tensor:
-        return self.sum(x) / self.size
 
     def any(self, flag: bool) -> bool:
         """Whether any process sets the flag. It travels between CPUs: no GPU waits for it."""
@@ -167,8 +161,6 @@ class World:
             dist.all_gather_object(names, names[0])
         return sorted(set(names) - {""})
 
-    # -- failing together
-
     @contextmanager
     def fail_together(self) -> Iterator[None]:
         """A UserError inside, on one process, is one on every process."""
@@ -184,7 +176,7 @@ class World:
         return f"rank {self.rank}: another process has failed and says why"
 
 
-class Interrupted(Exception):
+class Interrupted(UserError):
     """The run ends early. The message says why, unless a signal asked for it."""
 
 

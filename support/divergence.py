@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from support import Progress, World
 from support.common import UserError, first_line
@@ -95,24 +96,20 @@ def naming_operations(model: nn.Module) -> Iterator[None]:
 
     In the forward pass that is a module, in the backward pass a function of autograd.
     """
-    hooks = [
-        module.register_forward_hook(partial(check_output, name or "the loss"))
-        for name, module in model.named_modules()
-    ]
+    names = {module: name for name, module in model.named_modules()}
+    hook = register_module_forward_hook(partial(check_output, names))
     try:
-        with torch.autograd.set_detect_anomaly(True):
+        with hook, torch.autograd.set_detect_anomaly(True):
             yield
     except RuntimeError as error:
         if "returned nan values" not in str(error):
             raise
         raise UserError(f"in the backward pass: {first_line(error)}") from None
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def check_output(name: str, module: nn.Module, _inputs: Any, output: Any) -> None:
+def check_output(names: dict, module: nn.Module, _inputs: Any, output: Any) -> None:
     for x in output if isinstance(output, tuple) else (output,):
         if isinstance(x, torch.Tensor) and not x.isfinite().all():
+            name = names.get(module) or "the loss"
             kind = type(module).__name__
             raise UserError(f"the first output that is not finite is that of {name} ({kind})")

@@ -1,7 +1,4 @@
-"""How much memory a training process needs, and the largest micro-batch that fits.
-
-plan.py prints the estimate before a run. Training uses it where it cannot try out a micro-batch.
-"""
+"""How much memory a training process needs, and the largest micro-batch that fits."""
 
 import math
 import re
@@ -19,9 +16,6 @@ HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
 # The fraction of free memory that an estimate may fill. On a GPU, the rest is for an error of 15%
 # and HEADROOM; on a CPU, for other programs and holes in the heap (device.keep_freed_memory).
 FILL = {"cpu": 0.5, "cuda": 0.8}
-
-
-# -- the estimate
 
 
 def estimate_memory(
@@ -86,9 +80,6 @@ def state_memory(model: GPT, config: TrainConfig, width: int, processes: int = 1
     return parts
 
 
-# -- the micro-batch
-
-
 def fit_batch_size(
     model: GPT, config: TrainConfig, world: World, dtype: torch.dtype, before: int = 0
 ) -> int:
@@ -102,23 +93,22 @@ def fit_batch_size(
     if B and sequences % B == 0:
         return B
     device = world.device.type
-    if device == "cuda" and not is_sharded(model):
+    tries = device == "cuda" and not is_sharded(model)
+    if tries:
         world.warm_up_nccl()
 
-        def fits_here(B: int) -> bool:
-            return not world.any(runs_out_of_memory(model, config, B, world, dtype))
-
-        B = largest_batch(sequences, fits_here)
-        torch.cuda.reset_peak_memory_stats()
-        return B
-    free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
-
     def fits(B: int) -> bool:
+        if tries:
+            return not world.any(runs_out_of_memory(model, config, B, world, dtype))
+        free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
         parts = estimate_memory(model, config, B, dtype.itemsize, device, world.shard_group_size)
         needed = sum(parts.values()) - parts["weights"]  # the weights are there already
         return not world.any(needed > free)
 
-    return largest_batch(sequences, fits)
+    B = largest_batch(sequences, fits)
+    if tries:
+        torch.cuda.reset_peak_memory_stats()
+    return B
 
 
 def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:

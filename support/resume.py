@@ -26,9 +26,6 @@ MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
 MEANINGS["val_tokens"] = " (validation losses are not comparable with those before)"
 
 
-# -- commands
-
-
 def command_line(launcher: str, args: list[str]) -> str:
     return f"{launcher} {shlex.join(['train_gpt2.py', *args])}"
 
@@ -74,7 +71,10 @@ def find_checkpoint(config: TrainConfig, world: World) -> Checkpoint | None:
     """
     if config.resume == "none":
         return None
-    candidates = [Path(config.resume)]
+    path = Path(config.resume)
+    if path.resolve().parent == Path(config.log_dir).resolve():  # the run's own, however typed
+        path = Path(config.log_dir, path.resolve().name)
+    candidates = [path]
     if config.resume == "auto":
         candidates = checkpoint.checkpoints(config.log_dir)[::-1]
         starts = [] if candidates else starts_of(records_of(config))
@@ -94,16 +94,9 @@ def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     return step > config.max_steps
 
 
-def path_in(config: TrainConfig, resumed_from: Checkpoint | None) -> Path | None:
-    """A checkpoint's path; below log_dir, as training writes it there, if it is the run's own."""
-    if resumed_from and is_own(config, resumed_from):
-        return Path(config.log_dir) / resumed_from.path.name
-    return resumed_from.path if resumed_from else None
-
-
 def is_own(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     """Whether a checkpoint is in log_dir, and not from elsewhere."""
-    return resumed_from.path.resolve().parent == Path(config.log_dir).resolve()
+    return resumed_from.path.parent == Path(config.log_dir)
 
 
 # -- what may differ

@@ -37,8 +37,7 @@ def units_of(model: GPT) -> list[Any]:
 def shard(model: GPT, world: World, sharding: str) -> None:
     """Moves a model to the device; of a sharded one, only this process's shard of each tensor.
 
-    Call it before the optimizer is made. FSDP2 gathers weights in float32: gathered in 16 bits,
-    layer norms and residual stream would differ.
+    FSDP2 gathers in float32: in 16 bits, layer norms and residual stream would differ.
     """
     if world.size == 1 or sharding == "ddp":
         model.to(world.device)

@@ -1,10 +1,25 @@
 """train_gpt2.py, but a thread writes the checkpoints on a CPU, too."""
 
+from collections.abc import Callable
+from copy import deepcopy
+
 from support import checkpoint
 from support.common import run_script
 from support.distributed import several
 from train_gpt2 import main
 
+
+def write_beside(patch: Callable[[object, str, object], None] = setattr) -> None:
+    """On a CPU, a thread writes the checkpoints. It gets copies, as a GPU's tensors give them."""
+
+    def copying(take):
+        return lambda *args, **options: deepcopy(take(*args, **options))
+
+    patch(checkpoint, "BESIDE", {"cpu"})
+    for name in ("get_model_state_dict", "get_optimizer_state_dict"):
+        patch(checkpoint.state_dict, name, copying(getattr(checkpoint.state_dict, name)))
+
+
 if __name__ == "__main__":
-    checkpoint.BESIDE = {"cpu"}
+    write_beside()
     run_script(main, at_once=several())

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from beside import write_beside
 from conftest import (
     EOT,
     LONGEST,
@@ -420,7 +421,7 @@ def write_later(monkeypatch, may_write) -> None:
         assert threading.current_thread() is threading.main_thread(), "FSDP swaps them"
         return torch.nn.Module.named_parameters(self, *args, **options)
 
-    monkeypatch.setattr(checkpoint, "BESIDE", {"cpu"})
+    write_beside(monkeypatch.setattr)
     monkeypatch.setattr(checkpoint, "write", later)
     monkeypatch.setattr(GPT, "named_parameters", here)
 
@@ -612,7 +613,7 @@ def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch
     gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
-    monkeypatch.setattr("train_gpt2.peak_flops", lambda device, dtype: (1e12, "a test"))
+    monkeypatch.setattr("support.device.peak_flops", lambda device, dtype: (1e12, "a test"))
     train_gpt2.start_device(config, gpu)
     line = "device: cuda, bfloat16 (--dtype), cudnn_attention for heads of 32\n"
     assert capsys.readouterr().out.startswith(line)
@@ -1052,7 +1053,7 @@ def test_an_interrupted_last_validation_is_made_by_the_resumed_run(corpus, tmp_p
 def test_the_way_out_of_a_nan_begins_at_the_last_good_checkpoint(run_dir):
     config = TrainConfig(log_dir=str(run_dir))
     run = Mock(config=config, progress=Progress())
-    run.command_to_resume.return_value = "AGAIN"
+    run.command_to_resume = "AGAIN"
     with pytest.raises(UserError, match=r"operation: AGAIN --find-nan; to resume.*: AGAIN$"):
         end_diverged(run, "the loss is nan")
     assert run.log.record.call_args.kwargs == {"reason": "the loss is nan"}
