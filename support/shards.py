@@ -22,13 +22,6 @@ PIECE = 2**20  # tokens that are read at once
 class OpenFile(io.FileIO):
     """A file that its last reader closes: no thread can close what another one still reads."""
 
-    def read_at(self, offset: int, size: int) -> bytes:
-        if hasattr(os, "pread"):
-            return os.pread(self.fileno(), size, offset)
-        with open(self.name, "rb") as own:  # Windows lacks it, and other threads move our place
-            own.seek(offset)
-            return own.read(size)
-
     def __del__(self) -> None:
         self.close()
 
@@ -65,7 +58,8 @@ class Shard:
         Raises UserError if the file has shrunk, or cannot be read any more.
         """
         try:
-            tokens = opener(self.path).read_at(self.offset + 2 * start, 2 * count)
+            file = opener(self.path)
+            tokens = os.pread(file.fileno(), 2 * count, self.offset + 2 * start)
             if len(tokens) < 2 * count:
                 raise OSError(f"it has shrunk: it had {self.num_tokens} tokens")
         except OSError as error:
