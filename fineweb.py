@@ -160,14 +160,15 @@ def hold_out(
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
     held_out = 0  # of them, in the first `num_files`
     starts: list[int] = []  # of its documents
-    while total < 2 * max(size, val_tokens) or held_out == total:
-        if not (batch := next(stream, None)):
+    for before, tokens in stream:
+        head.append((before, tokens))
+        starts += (total + np.flatnonzero(tokens == eot)).tolist()
+        total += len(tokens)
+        (file, *_), _ = before
+        if file < num_files:
+            held_out = total
+        elif total > held_out and total >= 2 * max(size, val_tokens):
             break
-        head.append(batch)
-        starts += (total + np.flatnonzero(batch[1] == eot)).tolist()
-        total += len(batch[1])
-        (file, *_), _ = batch[0]
-        held_out = total if file < num_files else held_out
     if num_files:
         wanted = held_out
     elif val_tokens:
@@ -231,10 +232,10 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
-    then = NEWER | manifest["options"]
+    then = asdict(Config()) | manifest["options"]  # an older manifest lacks the newer flags
     changes = [
         f"--{key.replace('_', '-')} was {then[key]}, not {value}"
-        for key, value in (NEWER | options).items()
+        for key, value in options.items()
         if then[key] != value
     ]
     names = [shard["name"] for shard in manifest["shards"]]
@@ -283,7 +284,6 @@ def verify_shards(folder: Path) -> str:
 
 
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
-NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": ""}  # flags that older manifests lack
 
 
 def make_shards(config: Config, folder: Path) -> str:
@@ -291,9 +291,7 @@ def make_shards(config: Config, folder: Path) -> str:
     from filelock import FileLock, Timeout
 
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
-    options = {
-        k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS and NEWER.get(k) != v
-    }
+    options = {k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS}
     options["source"] = list(config.source)  # as JSON has it
     if given:
         options["tokenizer"] = given.sha256
@@ -339,13 +337,12 @@ def describe_validation(manifest: dict, file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
     tokens = manifest["shards"][0]["tokens"]
     amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
-    if file.held_out and not file.local:
-        return f"{amount}, {file.held_out}"
-    advice = "name its file first in --source"
+    if not file.local:
+        return f"{amount}, {file.held_out or 'its beginning'}"
+    advice = "to choose another text, name its file first in --source"
     if not file.held_out:
         advice += ", and its number of tokens with --val-tokens"
-    choice = f", from {file.name}; to choose another text, {advice}" if file.local else ""
-    return f"the first {amount}{choice}"
+    return f"the first {amount}, from {file.name}; {advice}"
 
 
 def choose_tokenizer(
@@ -373,9 +370,8 @@ def write_shards(
 
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     begin = manifest["cursor"]
-    for name in (f"{config.name}_*.npy", MANIFEST, FILE):
-        for path in folder.glob(f".{name}.*.tmp"):
-            path.unlink()  # a killed process left it
+    for path in folder.glob(".*.[0-9]*.tmp"):
+        path.unlink()  # write_whole's, which a killed process left
     # the first begin["token"] tokens of the stream are written already
     limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])
