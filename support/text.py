@@ -6,6 +6,7 @@ validation. `read_batches` reads the files from a given place.
 
 import codecs
 import glob
+import gzip
 import hashlib
 import json
 import os
@@ -304,10 +305,7 @@ def num_bytes(text: str) -> int:
 
 
 def open_file(path: str) -> Any:
-    """Opens a file as bytes, and decompresses it if its name says so."""
-    import fsspec
-
-    return fsspec.open(path, compression="infer")
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
 def download(url: str) -> bytes:
