@@ -97,9 +97,8 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
             loss = theirs.get("loss", float("nan"))  # older files lack it
-            return theirs["gpt_config"], Fingerprint(
-                theirs["difference"], theirs["fingerprint"], loss
-            )
+            fingerprint = Fingerprint(theirs["difference"], theirs["fingerprint"], loss)
+            return theirs["gpt_config"], fingerprint
         for key, value in OPENAI.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
