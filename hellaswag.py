@@ -151,13 +151,7 @@ class Row:
 def lay_out(context: list, endings: list, slot: int, width: int) -> list[Row]:
     """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it.
 
-    slot: the number of the first ending. The drawing in `Row`, with 1 to 8 for a to h:
-
-    >>> [row] = lay_out(context=[1, 2, 3], endings=[[4, 5], [6, 7, 8]], slot=0, width=16)
-    >>> row.columns
-    [(1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 1), (6, 3, 2), (7, 4, 2)]
-    >>> row.targets
-    [(2, 4, 0), (3, 5, 0), (2, 6, 1), (4, 7, 1), (5, 8, 1)]
+    slot: the number of the first ending.
     """
     rows: list[Row] = []
     for i, ending in enumerate(endings, slot):
