@@ -124,7 +124,7 @@ def prepare_worker(*prepared: Any) -> None:
     of_worker = prepared
 
 
-# -- the stream
+# -- the stream, and how it is packed into shards
 
 
 Before = tuple[Place, dict[str, int]]  # where a batch begins, and COUNTS of all texts before it
@@ -142,9 +142,6 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> S
         limit -= len(tokens)
         if not limit:
             return
-
-
-# -- packing
 
 
 def hold_out(
@@ -192,8 +189,7 @@ def pack(
     Documents lie end to end, and a shard may end inside one, because training reads one long
     stream. A shard comes as slices of the batches, to be written one after another: nothing is
     copied. With it comes where the next one begins: what is before the batch, and its `done` tokens
-    that are packed. To resume there, give a stream that starts with this batch, and `done`. The
-    shards depend on no other state, so a killed run makes the same ones as an uninterrupted one.
+    that are packed. To resume there, give a stream that starts with this batch, and `done`.
     """
     slices: list[np.ndarray] = []
     missing = first  # tokens, until the shard is full

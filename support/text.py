@@ -119,11 +119,7 @@ def shuffle(paths: dict[PurePath, str]) -> list[tuple[PurePath, str]]:
 
 
 def find_python() -> Iterator[File]:
-    """Yields modules of the standard library and of installed packages, first what is held out.
-
-    Tests, vendored copies and generated files are left out. A package is held out if the SHA-256 of
-    its name begins with HELD_OUT. From the others we cut each NGRAM words that it shares with them.
-    """
+    """Yields modules of the standard library and of installed packages, first what is held out."""
     packages: dict[str, list] = {}
     for distribution in distributions():  # the first of a name is the one that Python imports
         if project := distribution.metadata["Name"]:  # none: pip has left it half deleted
@@ -389,10 +385,7 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 
 
 def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[Batch]:
-    """Yields batches of texts, each with its place, from text `number` of a file on.
-
-    A batch ends where the text for validation ends.
-    """
+    """Yields batches of texts, each with its place, from text `number` of a file on."""
     batch: list[Text] = []
     chars = 0
     for i in range(file, len(files)):
@@ -406,6 +399,7 @@ def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[
                 yield (*begin, i, stamp), batch
                 batch = []
                 chars = 0
+        # what is held out ends with a batch
         is_last = i + 1 == len(files) or (files[i].held_out and not files[i + 1].held_out)
         if batch and is_last:
             yield (*begin, i, files[i].stamp), batch

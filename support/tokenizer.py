@@ -145,10 +145,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more.
-
-    It is the same for the same texts, whatever the number of threads.
-    """
+    """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more."""
     from tokenizers import Tokenizer as Trained
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -180,30 +177,24 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     path = Path(name)
     path = path / FILE if path.is_dir() else path
     with reading(path):
-        tokenizer = parse(path.read_text("utf-8"))
-    if tokenizer:
-        return tokenizer
-    raise UserError(
-        f"{path} is of another kind: only byte-level BPE like GPT-2's, with {END} as its last "
-        "token, can be read; fineweb.py --vocab-size trains one"
-    )
+        return parse(path.read_text("utf-8"))
 
 
 @lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take a second
-def parse(content: str) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json; None if its ranks are not all that decides.
-
-    Raises ValueError if it is no JSON.
-    """
+def parse(content: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises ValueError if its ranks do not decide alone."""
     if content == gpt2().json:
         return gpt2()
-    json.loads(content)
+    json.loads(content)  # a damaged one is not of another kind
     with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
         *others, vocabulary, merges = what_decides(content)
         tokenizer = from_merges(vocabulary, merges)
         if [*others, vocabulary, merges] == what_decides(tokenizer.json):
             return gpt2() if tokenizer.ranks == gpt2().ranks else tokenizer
-    return None
+    raise ValueError(
+        f"it is of another kind than byte-level BPE like GPT-2's, with {END} as its last token; "
+        "fineweb.py --vocab-size trains one"
+    )
 
 
 def what_decides(content: str) -> list:
