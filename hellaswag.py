@@ -51,10 +51,7 @@ def find_official() -> Path:
 
 
 def iterate_examples(path: str | Path = "") -> Iterator[Example]:
-    """Yields the examples of a jsonl file, or of the official one, which it may download.
-
-    Raises UserError if it cannot read them, and at the first line that is not an example.
-    """
+    """Yields the examples of a jsonl file, by default of the official one. Raises UserError."""
     mend = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
     with reading("HellaSwag", mend):
         path = path or find_official()

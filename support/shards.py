@@ -53,10 +53,7 @@ class Shard:
     def read(
         self, start: int, count: int, opener: Callable[[Path], OpenFile] = OpenFile
     ) -> np.ndarray:
-        """`count` tokens from token `start` on, uint16. It does not map them: memory stays flat.
-
-        Raises UserError if the file has shrunk, or cannot be read any more.
-        """
+        """`count` tokens from token `start` on, uint16; not mapped: memory stays flat."""
         try:
             file = opener(self.path)
             tokens = os.pread(file.fileno(), 2 * count, self.offset + 2 * start)

@@ -72,7 +72,7 @@ class File:
     held_out: str = ""  # if it is for validation, and so read before all others: what it is
     # the part of it: from a character of one text to a character of another, or to the end
     begin: tuple[int, int] = (0, 0)
-    end: tuple[int, int] | None = None
+    end: tuple[int, int] = (sys.maxsize, 0)
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -232,21 +232,20 @@ def find_split(files: list[File], most: float) -> list[int]:
     source counts as ended, in bytes.
     """
     size = 0
-    places: list[tuple] = []  # of the first texts: the bytes before each, its place, is it a start
+    first: list[tuple] = []  # texts: the bytes before each, its place, itself, is it a start
     for i, j, text, starts in read_texts(files):
         if size <= 2 * MOST_HELD_OUT:
-            places.append((size, i, j, starts))
+            first.append((size, i, j, text, starts))
         size += num_bytes(text)
         if size >= min(most, 20 * MOST_HELD_OUT):
             break
     if not size:
         raise UserError("there is no text: nothing is left to train on")
     wanted = max(1, size // 20)
-    for before, i, j, starts in places:
+    for before, i, j, _, starts in first:
         if starts and wanted <= before <= 2 * wanted:
             return [i, j, 0]
-    before, i, j, _ = [place for place in places if place[0] < wanted][-1]
-    _, (text, _), _ = next(read_part(files[i], j))
+    before, i, j, text, _ = [place for place in first if place[0] < wanted][-1]
     at = len(text.encode("utf-8", "surrogatepass")[: wanted - before].decode("utf-8", "ignore"))
     ends = [text.rfind("\n", 0, at) + 1, text.find("\n", at, -1) + 1]  # 0: there is none
     return [i, j, min(filter(None, ends), key=lambda end: abs(end - at), default=at)]
@@ -411,9 +410,8 @@ def read_part(file: File, number: int = 0) -> Iterator[tuple[int, Text, Any]]:
     """Yields the texts of a file's part from text `number` on: their numbers, they, and the hash of
     all texts so far. Where the part begins, a document starts."""
     first, skipped = file.begin
-    last, taken = file.end or (None, 0)
-    stop = last + (taken > 0) if last is not None else None
-    texts = islice(enumerate(read_patiently(file)), max(number, first), stop)
+    last, taken = file.end
+    texts = islice(enumerate(read_patiently(file)), max(number, first), last + (taken > 0))
     for j, ((text, starts), sha256) in texts:
         text = text[skipped if j == first else 0 : taken if j == last else None]
         yield j, (text, starts or j == first), sha256

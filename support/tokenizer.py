@@ -168,10 +168,7 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def read_tokenizer(name: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json, or the one in a directory; "gpt2" is GPT-2's.
-
-    Raises UserError if it gives texts other tokens than its ranks do.
-    """
+    """Reads a tokenizer.json, or the one in a directory; "gpt2" is GPT-2's. Raises UserError."""
     if str(name) == "gpt2":
         return gpt2()
     path = Path(name)
@@ -221,10 +218,7 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
 
 
 def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
-    """The one that made the shards in data_dir. Raises UserError if it is missing or another one.
-
-    The manifest knows which it was. Shards without a manifest have the one beside them.
-    """
+    """The one that made the shards in data_dir. Raises UserError if another or none is there."""
     manifest = Path(data_dir) / "manifest.json"
     tokenizer = tokenizer_in(data_dir)
     if manifest.exists():
