@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -58,23 +57,22 @@ def iterate_examples(path: str | Path = "") -> Iterator[Example]:
         lines = Path(path).read_bytes().splitlines()
     if not any(lines):
         raise UserError(f"{path} is empty: download it again")
+    expected = "as JSON with a `ctx`, 4 `endings` (not empty) and a `label` from 0 to 3,"
+    mend = "remove the line, or download the file again"
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield parse_example(line, f"{path}, line {number}")
+            with reading(f"{path}, line {number}, {expected}", mend):
+                yield parse_example(line)
 
 
-def parse_example(line: bytes, where: str) -> Example:
-    """A line of a file as an example. Raises UserError, which begins with `where`."""
-    with suppress(ValueError, RecursionError):
-        match example := json.loads(line):
-            case {"ctx": str(context), "endings": [str(), str(), str(), str()] as endings}:
-                labelled = str(example.get("label", 0)) in ("0", "1", "2", "3")
-                if labelled and context and all(endings):  # empty ones would have equal losses
-                    return example
-    raise UserError(
-        f"{where} is {line[:60]!r}: JSON with a `ctx`, 4 `endings` (not empty) and a `label` from "
-        "0 to 3 was expected; remove the line, or download the file again"
-    )
+def parse_example(line: bytes) -> Example:
+    """A line of a file as an example. Raises ValueError."""
+    match example := json.loads(line):
+        case {"ctx": str(context), "endings": [str(), str(), str(), str()] as endings}:
+            labelled = str(example.get("label", 0)) in ("0", "1", "2", "3")
+            if labelled and context and all(endings):  # empty ones would have equal losses
+                return example
+    raise ValueError(f"it is {line[:60]!r}")
 
 
 def load_examples(path: str, limit: int, world: World) -> list[Example]:

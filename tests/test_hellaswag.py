@@ -114,7 +114,8 @@ WRONG += [("label", value) for value in (4, None, True, [1] * 999)] + [("ctx", "
 LINES = [b"{not json", b"\xff\xfe", b"[1, 2]", json.dumps(GOOD)[:-9].encode()]
 LINES += [json.dumps(GOOD | {field: value}).encode() for field, value in WRONG]
 MISTAKES = {
-    json.dumps(GOOD).encode() + b"\n" + line: "line 2 is b.* was expected" for line in LINES
+    json.dumps(GOOD).encode() + b"\n" + line: "line 2, as JSON with .* cannot be read"
+    for line in LINES
 }
 
 
