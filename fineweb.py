@@ -54,14 +54,7 @@ from support.text import (
     read_for_vocabulary,
     split,
 )
-from support.tokenizer import (
-    FILE,
-    Tokenizer,
-    gpt2,
-    read_tokenizer,
-    tokenizer_of_data,
-    train_vocabulary,
-)
+from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
 
 
@@ -129,6 +122,8 @@ def prepare_worker(*prepared: Any) -> None:
 
 Before = tuple[Place, dict[str, int]]  # where a batch begins, and COUNTS of all texts before it
 Stream = Iterator[tuple[Before, np.ndarray]]  # of batches: what is before each, and its tokens
+# a shard's tokens; what is before the batch where the next one begins, and how many tokens of it
+Packed = tuple[list[np.ndarray], Before, int]
 
 
 def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> Stream:
@@ -166,14 +161,9 @@ def hold_out(
             held_out = total
         elif total > held_out and total >= 2 * max(size, val_tokens):
             break
-    if num_files:
-        wanted = held_out
-    elif val_tokens:
-        wanted = val_tokens
-    elif total >= 2 * size:
-        wanted = size
-    else:
-        wanted = max(1, total // 20)
+    wanted = held_out or val_tokens
+    if not wanted:
+        wanted = size if total >= 2 * size else max(1, total // 20)
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
     near = (start for start in starts if wanted <= start <= min(2 * wanted, size))
@@ -181,9 +171,7 @@ def hold_out(
     return next(near, wanted), chain((head.popleft() for _ in range(len(head))), stream)
 
 
-def pack(
-    stream: Stream, size: int, first: int, done: int = 0
-) -> Iterator[tuple[list[np.ndarray], Before, int]]:
+def pack(stream: Stream, size: int, first: int, done: int = 0) -> Iterator[Packed]:
     """Cuts the stream into shards of `size` tokens, but `first` tokens in the first one.
 
     Documents lie end to end, and a shard may end inside one, because training reads one long
@@ -347,7 +335,7 @@ def choose_tokenizer(
     """The vocabulary: the folder's if it has shards, the one that is given, a new one, GPT-2's."""
     if manifest["shards"]:
         return tokenizer_of_data(folder)
-    tokenizer = given or gpt2()
+    tokenizer = given or read_tokenizer("gpt2")
     if config.vocab_size:
         tokenizer = train_vocabulary(read_for_vocabulary(files), config.vocab_size)
         if tokenizer.vocab_size < config.vocab_size:
@@ -392,7 +380,7 @@ def write_shards(
         saving = writer.submit(lambda: None)  # never two at a time: shards are large
         for shard in pack(stream, config.shard_size, first=size, done=begin["token"]):
             saving.result()
-            saving = writer.submit(save_shard, folder, manifest, files, tokenizer, *shard)
+            saving = writer.submit(save_shard, folder, manifest, files, tokenizer, shard)
         saving.result()
     if manifest["tokens"] != config.max_tokens:
         manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
@@ -402,18 +390,13 @@ def write_shards(
 
 
 def save_shard(
-    folder: Path,
-    manifest: dict,
-    files: list[File],
-    tokenizer: Tokenizer,
-    slices: list,
-    before: Before,
-    done: int,
+    folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer, shard: Packed
 ) -> None:
     """Writes a shard, then the manifest, so that there is always a place to resume from.
 
     The vocabulary comes with the first shard; a run that is killed before that trains it again.
     """
+    slices, ((file, text, last, stamp), counts), done = shard
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
@@ -428,7 +411,6 @@ def save_shard(
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
-    (file, text, last, stamp), counts = before
     stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
     manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})

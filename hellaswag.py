@@ -182,20 +182,18 @@ def join(rows: list[Row], width: int) -> list[Row]:
     return [row for row in joined if len(row)]
 
 
-def make_batches(rows: list[Row], width: int, budget: int) -> list[Batch]:
-    """Batches of B rows of similar length: about `budget` tokens, or one row."""
+def make_batches(rows: list[Row], width: int, budget: int) -> Iterator[Batch]:
+    """Yields batches of B rows of similar length: about `budget` tokens, or one row."""
     rows = sorted(rows, key=len, reverse=True)
     count = math.ceil(len(rows) / max(1, budget // len(rows[0])))
     B = math.ceil(len(rows) / count)
     rows += [Row([], [])] * (B * count - len(rows))
-    batches = []
     for start in range(0, len(rows), B):
         batch = rows[start : start + B]
         # padding has the token 0, pos 0 and part -1
         columns = [row.columns + [(0, 0, -1)] * (width - len(row)) for row in batch]
         targets = [(b, *target) for b, row in enumerate(batch) for target in row.targets]
-        batches.append((torch.tensor(columns), torch.tensor(targets)))
-    return batches
+        yield torch.tensor(columns), torch.tensor(targets)
 
 
 # -- scores
@@ -241,7 +239,7 @@ def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device
         rows += lay_out(context, endings, 4 * n, width)
     width = max(width, *map(len, rows))
     budget = CPU_TOKENS if torch.device(device).type == "cpu" else GPU_TOKENS
-    batches = make_batches(join(rows, width), width, budget)
+    batches = list(make_batches(join(rows, width), width, budget))
     labels = np.array([int(example["label"]) for example in examples])
     return Prepared(batches, np.array(lengths), labels, truncated)
 

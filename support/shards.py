@@ -46,9 +46,7 @@ class Shard:
         with reading(f"{path}, as a shard of uint16 tokens,", mend):
             self.offset, self.num_tokens = find_tokens(path)  # the first token's byte; how many
 
-    def read(
-        self, start: int, count: int, opener: Callable[[Path], OpenFile] = OpenFile
-    ) -> np.ndarray:
+    def read(self, start: int, count: int, opener: Callable = OpenFile) -> np.ndarray:
         """`count` tokens from token `start` on, uint16; not mapped: memory stays flat."""
         with reading(self.path, "put the file back"):
             file = opener(self.path)
