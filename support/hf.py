@@ -249,33 +249,28 @@ def json_files(
 
 
 CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
+{library}pipeline_tag: text-generation
 ---
-# GPT-2, {size} parameters
+# {kind}, {size} parameters
 
 | | |
 |---|---|
 {rows}
-`transformers.pipeline("text-generation", "this directory")` runs it;
-so does `python sample.py --model` where it was trained.
+{use}
 """
-CHANGED_CARD = """---
-pipeline_tag: text-generation
----
-# A changed GPT-2, {size} parameters
-
-| | |
-|---|---|
-{rows}
-This is not a GPT-2: {difference}. transformers cannot run it;
-`python sample.py --model` of the code that wrote it can.
-"""
+USE = """`transformers.pipeline("text-generation", "this directory")` runs it;
+so does `python sample.py --model` where it was trained."""
+USE_CHANGED = """This is not a GPT-2: {difference}. transformers cannot run it;
+`python sample.py --model` of the code that wrote it can."""
 
 
 def model_card(num_params: int, facts: dict[str, object], difference: str) -> str:
     """The README.md of a model directory."""
     escaped = {name: str(value).replace("|", "\\|") for name, value in facts.items()}
     rows = "".join(f"| {name} | {value} |\n" for name, value in escaped.items())
-    card = CHANGED_CARD if difference else CARD
-    return card.format(size=f"{num_params / 1e6:,.0f}M", rows=rows, difference=difference)
+    size = f"{num_params / 1e6:,.0f}M"
+    if difference:
+        use = USE_CHANGED.format(difference=difference)
+        return CARD.format(library="", kind="A changed GPT-2", size=size, rows=rows, use=use)
+    library = "library_name: transformers\n"
+    return CARD.format(library=library, kind="GPT-2", size=size, rows=rows, use=USE)
