@@ -119,7 +119,6 @@ def prepare_worker(*prepared: Any) -> None:
 
 # -- the stream, and how it is packed into shards
 
-
 Before = tuple[Place, dict[str, int]]  # where a batch begins, and COUNTS of all texts before it
 Stream = Iterator[tuple[Before, np.ndarray]]  # of batches: what is before each, and its tokens
 # a shard's tokens; what is before the batch where the next one begins, and how many tokens of it
@@ -266,7 +265,6 @@ def verify_shards(folder: Path) -> str:
 
 # -- one start of the command
 
-
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
 
 
@@ -292,8 +290,7 @@ def make_shards(config: Config, folder: Path) -> str:
                 files = find_sources(options, manifest["sources"])
                 if (given or config.vocab_size) and not files[0].held_out:
                     most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
-                    if "split" not in manifest:
-                        manifest["split"] = find_split(files, most)
+                    manifest["split"] = manifest.get("split") or find_split(files, most)
                     files = split(files, manifest["split"])
                 tokenizer = choose_tokenizer(config, folder, manifest, files, given)
                 write_shards(config, folder, manifest, files, tokenizer)

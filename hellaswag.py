@@ -143,13 +143,10 @@ class Row:
         return len(self.columns)
 
 
-def lay_out(context: list, endings: list, slot: int, width: int) -> list[Row]:
-    """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it.
-
-    slot: the number of the first ending.
-    """
+def lay_out(context: list, endings: list, first_slot: int, width: int) -> list[Row]:
+    """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it."""
     rows: list[Row] = []
-    for i, ending in enumerate(endings, slot):
+    for i, ending in enumerate(endings, first_slot):
         if not rows or len(rows[-1]) + len(ending) - 1 > width:
             part = PARTS * i  # another one than any other context's
             rows.append(Row([(token, pos, part) for pos, token in enumerate(context)], []))

@@ -232,7 +232,7 @@ def find_split(files: list[File], most: float) -> list[int]:
     source counts as ended, in bytes.
     """
     size = 0
-    first: list[tuple] = []  # texts: the bytes before each, its place, itself, is it a start
+    first: list[tuple] = []  # texts: the bytes before each, its place, it, is it a start
     for i, j, text, starts in read_texts(files):
         if size <= 2 * MOST_HELD_OUT:
             first.append((size, i, j, text, starts))

@@ -111,10 +111,7 @@ def gpt2() -> Tokenizer:
 
 
 def from_merges(vocabulary: dict[str, int], merges: list) -> Tokenizer:
-    """The same vocabulary as Hugging Face's {word: number} and merges.
-
-    Raises an error if its ranks, which are all that tiktoken knows, lead to other tokens.
-    """
+    """From Hugging Face's {word: number}. Raises ValueError if ranks alone lead to other merges."""
     from tokenizers import Tokenizer as Theirs
     from tokenizers import decoders, models, pre_tokenizers, processors
 

@@ -101,7 +101,7 @@ def test_an_example_is_laid_out_as_build_nanogpt_does():
 
 
 def test_the_drawing_in_row_is_true_with_1_to_8_for_a_to_h():
-    [row] = hellaswag.lay_out(context=[1, 2, 3], endings=[[4, 5], [6, 7, 8]], slot=0, width=16)
+    [row] = hellaswag.lay_out([1, 2, 3], [[4, 5], [6, 7, 8]], first_slot=0, width=16)
     assert row.columns == [(1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 1), (6, 3, 2), (7, 4, 2)]
     assert row.targets == [(2, 4, 0), (3, 5, 0), (2, 6, 1), (4, 7, 1), (5, 8, 1)]
 
