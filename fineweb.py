@@ -54,14 +54,7 @@ from support.text import (
     read_for_vocabulary,
     split,
 )
-from support.tokenizer import (
-    FILE,
-    Tokenizer,
-    gpt2,
-    read_tokenizer,
-    tokenizer_of_data,
-    train_vocabulary,
-)
+from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
 
 
@@ -124,11 +117,12 @@ def prepare_worker(*prepared: Any) -> None:
     of_worker = prepared
 
 
-# -- the stream
-
+# -- the stream, and how it is packed into shards
 
 Before = tuple[Place, dict[str, int]]  # where a batch begins, and COUNTS of all texts before it
 Stream = Iterator[tuple[Before, np.ndarray]]  # of batches: what is before each, and its tokens
+# a shard's tokens; what is before the batch where the next one begins, and how many tokens of it
+Packed = tuple[list[np.ndarray], Before, int]
 
 
 def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> Stream:
@@ -144,9 +138,6 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> S
             return
 
 
-# -- packing
-
-
 def hold_out(
     stream: Stream, size: int, val_tokens: int, num_files: int, eot: int
 ) -> tuple[int, Stream]:
@@ -160,22 +151,18 @@ def hold_out(
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
     held_out = 0  # of them, in the first `num_files`
     starts: list[int] = []  # of its documents
-    while total < 2 * max(size, val_tokens) or held_out == total:
-        if not (batch := next(stream, None)):
+    for before, tokens in stream:
+        head.append((before, tokens))
+        starts += (total + np.flatnonzero(tokens == eot)).tolist()
+        total += len(tokens)
+        (file, *_), _ = before
+        if file < num_files:
+            held_out = total
+        elif total > held_out and total >= 2 * max(size, val_tokens):
             break
-        head.append(batch)
-        starts += (total + np.flatnonzero(batch[1] == eot)).tolist()
-        total += len(batch[1])
-        (file, *_), _ = batch[0]
-        held_out = total if file < num_files else held_out
-    if num_files:
-        wanted = held_out
-    elif val_tokens:
-        wanted = val_tokens
-    elif total >= 2 * size:
-        wanted = size
-    else:
-        wanted = max(1, total // 20)
+    wanted = held_out or val_tokens
+    if not wanted:
+        wanted = size if total >= 2 * size else max(1, total // 20)
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
     near = (start for start in starts if wanted <= start <= min(2 * wanted, size))
@@ -183,16 +170,13 @@ def hold_out(
     return next(near, wanted), chain((head.popleft() for _ in range(len(head))), stream)
 
 
-def pack(
-    stream: Stream, size: int, first: int, done: int = 0
-) -> Iterator[tuple[list[np.ndarray], Before, int]]:
+def pack(stream: Stream, size: int, first: int, done: int = 0) -> Iterator[Packed]:
     """Cuts the stream into shards of `size` tokens, but `first` tokens in the first one.
 
     Documents lie end to end, and a shard may end inside one, because training reads one long
     stream. A shard comes as slices of the batches, to be written one after another: nothing is
     copied. With it comes where the next one begins: what is before the batch, and its `done` tokens
-    that are packed. To resume there, give a stream that starts with this batch, and `done`. The
-    shards depend on no other state, so a killed run makes the same ones as an uninterrupted one.
+    that are packed. To resume there, give a stream that starts with this batch, and `done`.
     """
     slices: list[np.ndarray] = []
     missing = first  # tokens, until the shard is full
@@ -231,10 +215,10 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
-    then = NEWER | manifest["options"]
+    then = asdict(Config()) | manifest["options"]  # an older manifest lacks the newer flags
     changes = [
         f"--{key.replace('_', '-')} was {then[key]}, not {value}"
-        for key, value in (NEWER | options).items()
+        for key, value in options.items()
         if then[key] != value
     ]
     names = [shard["name"] for shard in manifest["shards"]]
@@ -281,9 +265,7 @@ def verify_shards(folder: Path) -> str:
 
 # -- one start of the command
 
-
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
-NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": ""}  # flags that older manifests lack
 
 
 def make_shards(config: Config, folder: Path) -> str:
@@ -291,9 +273,7 @@ def make_shards(config: Config, folder: Path) -> str:
     from filelock import FileLock, Timeout
 
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
-    options = {
-        k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS and NEWER.get(k) != v
-    }
+    options = {k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS}
     options["source"] = list(config.source)  # as JSON has it
     if given:
         options["tokenizer"] = given.sha256
@@ -310,8 +290,7 @@ def make_shards(config: Config, folder: Path) -> str:
                 files = find_sources(options, manifest["sources"])
                 if (given or config.vocab_size) and not files[0].held_out:
                     most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
-                    if "split" not in manifest:
-                        manifest["split"] = find_split(files, most)
+                    manifest["split"] = manifest.get("split") or find_split(files, most)
                     files = split(files, manifest["split"])
                 tokenizer = choose_tokenizer(config, folder, manifest, files, given)
                 write_shards(config, folder, manifest, files, tokenizer)
@@ -339,13 +318,12 @@ def describe_validation(manifest: dict, file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
     tokens = manifest["shards"][0]["tokens"]
     amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
-    if file.held_out and not file.local:
-        return f"{amount}, {file.held_out}"
-    advice = "name its file first in --source"
+    if not file.local:
+        return f"{amount}, {file.held_out or 'its beginning'}"
+    advice = "to choose another text, name its file first in --source"
     if not file.held_out:
         advice += ", and its number of tokens with --val-tokens"
-    choice = f", from {file.name}; to choose another text, {advice}" if file.local else ""
-    return f"the first {amount}{choice}"
+    return f"the first {amount}, from {file.name}; {advice}"
 
 
 def choose_tokenizer(
@@ -354,7 +332,7 @@ def choose_tokenizer(
     """The vocabulary: the folder's if it has shards, the one that is given, a new one, GPT-2's."""
     if manifest["shards"]:
         return tokenizer_of_data(folder)
-    tokenizer = given or gpt2()
+    tokenizer = given or read_tokenizer("gpt2")
     if config.vocab_size:
         tokenizer = train_vocabulary(read_for_vocabulary(files), config.vocab_size)
         if tokenizer.vocab_size < config.vocab_size:
@@ -373,9 +351,8 @@ def write_shards(
 
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     begin = manifest["cursor"]
-    for name in (f"{config.name}_*.npy", MANIFEST, FILE):
-        for path in folder.glob(f".{name}.*.tmp"):
-            path.unlink()  # a killed process left it
+    for path in folder.glob(".*.[0-9]*.tmp"):
+        path.unlink()  # write_whole's, which a killed process left
     # the first begin["token"] tokens of the stream are written already
     limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])
@@ -400,7 +377,7 @@ def write_shards(
         saving = writer.submit(lambda: None)  # never two at a time: shards are large
         for shard in pack(stream, config.shard_size, first=size, done=begin["token"]):
             saving.result()
-            saving = writer.submit(save_shard, folder, manifest, files, tokenizer, *shard)
+            saving = writer.submit(save_shard, folder, manifest, files, tokenizer, shard)
         saving.result()
     if manifest["tokens"] != config.max_tokens:
         manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
@@ -410,18 +387,13 @@ def write_shards(
 
 
 def save_shard(
-    folder: Path,
-    manifest: dict,
-    files: list[File],
-    tokenizer: Tokenizer,
-    slices: list,
-    before: Before,
-    done: int,
+    folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer, shard: Packed
 ) -> None:
     """Writes a shard, then the manifest, so that there is always a place to resume from.
 
     The vocabulary comes with the first shard; a run that is killed before that trains it again.
     """
+    slices, ((file, text, last, stamp), counts), done = shard
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
@@ -436,7 +408,6 @@ def save_shard(
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
-    (file, text, last, stamp), counts = before
     stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
     manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})

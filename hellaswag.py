@@ -13,7 +13,6 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -51,33 +50,29 @@ def find_official() -> Path:
 
 
 def iterate_examples(path: str | Path = "") -> Iterator[Example]:
-    """Yields the examples of a jsonl file, or of the official one, which it may download.
-
-    Raises UserError if it cannot read them, and at the first line that is not an example.
-    """
+    """Yields the examples of a jsonl file, by default of the official one. Raises UserError."""
     mend = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
     with reading("HellaSwag", mend):
         path = path or find_official()
         lines = Path(path).read_bytes().splitlines()
     if not any(lines):
         raise UserError(f"{path} is empty: download it again")
+    expected = "as JSON with a `ctx`, 4 `endings` (not empty) and a `label` from 0 to 3,"
+    mend = "remove the line, or download the file again"
     for number, line in enumerate(lines, 1):
         if line.strip():
-            yield parse_example(line, f"{path}, line {number}")
+            with reading(f"{path}, line {number}, {expected}", mend):
+                yield parse_example(line)
 
 
-def parse_example(line: bytes, where: str) -> Example:
-    """A line of a file as an example. Raises UserError, which begins with `where`."""
-    with suppress(ValueError, RecursionError):
-        match example := json.loads(line):
-            case {"ctx": str(context), "endings": [str(), str(), str(), str()] as endings}:
-                labelled = str(example.get("label", 0)) in ("0", "1", "2", "3")
-                if labelled and context and all(endings):  # empty ones would have equal losses
-                    return example
-    raise UserError(
-        f"{where} is {line[:60]!r}: JSON with a `ctx`, 4 `endings` (not empty) and a `label` from "
-        "0 to 3 was expected; remove the line, or download the file again"
-    )
+def parse_example(line: bytes) -> Example:
+    """A line of a file as an example. Raises ValueError."""
+    match example := json.loads(line):
+        case {"ctx": str(context), "endings": [str(), str(), str(), str()] as endings}:
+            labelled = str(example.get("label", 0)) in ("0", "1", "2", "3")
+            if labelled and context and all(endings):  # empty ones would have equal losses
+                return example
+    raise ValueError(f"it is {line[:60]!r}")
 
 
 def load_examples(path: str, limit: int, world: World) -> list[Example]:
@@ -148,19 +143,10 @@ class Row:
         return len(self.columns)
 
 
-def lay_out(context: list, endings: list, slot: int, width: int) -> list[Row]:
-    """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it.
-
-    slot: the number of the first ending. The drawing in `Row`, with 1 to 8 for a to h:
-
-    >>> [row] = lay_out(context=[1, 2, 3], endings=[[4, 5], [6, 7, 8]], slot=0, width=16)
-    >>> row.columns
-    [(1, 0, 0), (2, 1, 0), (3, 2, 0), (4, 3, 1), (6, 3, 2), (7, 4, 2)]
-    >>> row.targets
-    [(2, 4, 0), (3, 5, 0), (2, 6, 1), (4, 7, 1), (5, 8, 1)]
-    """
+def lay_out(context: list, endings: list, first_slot: int, width: int) -> list[Row]:
+    """Lays one example out in few rows of at most `width` tokens; one long ending may exceed it."""
     rows: list[Row] = []
-    for i, ending in enumerate(endings, slot):
+    for i, ending in enumerate(endings, first_slot):
         if not rows or len(rows[-1]) + len(ending) - 1 > width:
             part = PARTS * i  # another one than any other context's
             rows.append(Row([(token, pos, part) for pos, token in enumerate(context)], []))
@@ -193,20 +179,18 @@ def join(rows: list[Row], width: int) -> list[Row]:
     return [row for row in joined if len(row)]
 
 
-def make_batches(rows: list[Row], width: int, budget: int) -> list[Batch]:
-    """Batches of B rows of similar length: about `budget` tokens, or one row."""
+def make_batches(rows: list[Row], width: int, budget: int) -> Iterator[Batch]:
+    """Yields batches of B rows of similar length: about `budget` tokens, or one row."""
     rows = sorted(rows, key=len, reverse=True)
     count = math.ceil(len(rows) / max(1, budget // len(rows[0])))
     B = math.ceil(len(rows) / count)
     rows += [Row([], [])] * (B * count - len(rows))
-    batches = []
     for start in range(0, len(rows), B):
         batch = rows[start : start + B]
         # padding has the token 0, pos 0 and part -1
         columns = [row.columns + [(0, 0, -1)] * (width - len(row)) for row in batch]
         targets = [(b, *target) for b, row in enumerate(batch) for target in row.targets]
-        batches.append((torch.tensor(columns), torch.tensor(targets)))
-    return batches
+        yield torch.tensor(columns), torch.tensor(targets)
 
 
 # -- scores
@@ -252,7 +236,7 @@ def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device
         rows += lay_out(context, endings, 4 * n, width)
     width = max(width, *map(len, rows))
     budget = CPU_TOKENS if torch.device(device).type == "cpu" else GPU_TOKENS
-    batches = make_batches(join(rows, width), width, budget)
+    batches = list(make_batches(join(rows, width), width, budget))
     labels = np.array([int(example["label"]) for example in examples])
     return Prepared(batches, np.array(lengths), labels, truncated)
 

@@ -24,7 +24,7 @@ Weights = dict[str, torch.Tensor]
 EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"  # tied to the embedding
 POSITIONS = "transformer.wpe.weight"
-SHAPE = ("vocab_size", "block_size", "n_layer", "n_head", "n_embd")
+SHAPE = ("vocab_size", "n_layer", "n_head", "n_embd")  # and the context, which has two names
 CHANGED = "gpt2-changed"  # the model_type of a changed GPT-2
 HUB_NAME = re.compile(r"(?!(data|log|runs)/)(\w[\w.-]*/)?\w[\w.-]*")  # NAME or OWNER/NAME
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them (in, out)
@@ -97,14 +97,12 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
             loss = theirs.get("loss", float("nan"))  # older files lack it
-            return theirs["gpt_config"], Fingerprint(
-                theirs["difference"], theirs["fingerprint"], loss
-            )
+            fingerprint = Fingerprint(theirs["difference"], theirs["fingerprint"], loss)
+            return theirs["gpt_config"], fingerprint
         for key, value in OPENAI.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
-        theirs["block_size"] = theirs["n_positions"]
-        return {key: theirs[key] for key in SHAPE}, None
+        return {key: theirs[key] for key in SHAPE} | {"block_size": theirs["n_positions"]}, None
 
 
 def gpt2_weights(weights: Weights) -> Weights:
@@ -132,7 +130,7 @@ def read_pt(path: Path) -> Pretrained:
     with reading(name), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
-        fields = {key: theirs[key] for key in SHAPE}
+        fields = {key: theirs[key] for key in (*SHAPE, "block_size")}
         fields["vocab_size"] = min(theirs["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
         weights = gpt2_weights(saved["model"])
         weights[EMBEDDING] = weights[EMBEDDING][: fields["vocab_size"]]
@@ -221,12 +219,9 @@ def json_files(
     plain: dict[str, Any] = dict(
         **OPENAI,
         architectures=["GPT2LMHeadModel"],
-        vocab_size=fields["vocab_size"],
+        **{key: fields[key] for key in SHAPE},
         n_positions=T,
         n_ctx=T,
-        n_layer=fields["n_layer"],
-        n_head=fields["n_head"],
-        n_embd=fields["n_embd"],
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # no dropout
         **ends,
         dtype="float32",
@@ -254,33 +249,28 @@ def json_files(
 
 
 CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
+{library}pipeline_tag: text-generation
 ---
-# GPT-2, {size} parameters
+# {kind}, {size} parameters
 
 | | |
 |---|---|
 {rows}
-`transformers.pipeline("text-generation", "this directory")` runs it;
-so does `python sample.py --model` where it was trained.
+{use}
 """
-CHANGED_CARD = """---
-pipeline_tag: text-generation
----
-# A changed GPT-2, {size} parameters
-
-| | |
-|---|---|
-{rows}
-This is not a GPT-2: {difference}. transformers cannot run it;
-`python sample.py --model` of the code that wrote it can.
-"""
+USE = """`transformers.pipeline("text-generation", "this directory")` runs it;
+so does `python sample.py --model` where it was trained."""
+USE_CHANGED = """This is not a GPT-2: {difference}. transformers cannot run it;
+`python sample.py --model` of the code that wrote it can."""
 
 
 def model_card(num_params: int, facts: dict[str, object], difference: str) -> str:
     """The README.md of a model directory."""
     escaped = {name: str(value).replace("|", "\\|") for name, value in facts.items()}
     rows = "".join(f"| {name} | {value} |\n" for name, value in escaped.items())
-    card = CHANGED_CARD if difference else CARD
-    return card.format(size=f"{num_params / 1e6:,.0f}M", rows=rows, difference=difference)
+    size = f"{num_params / 1e6:,.0f}M"
+    if difference:
+        use = USE_CHANGED.format(difference=difference)
+        return CARD.format(library="", kind="A changed GPT-2", size=size, rows=rows, use=use)
+    library = "library_name: transformers\n"
+    return CARD.format(library=library, kind="GPT-2", size=size, rows=rows, use=USE)

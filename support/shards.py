@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.common import UserError, first_line, write_whole
+from support.common import UserError, reading, write_whole
 
 HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, zeros
 GPT2_MAGIC = 20240520
@@ -21,13 +21,6 @@ PIECE = 2**20  # tokens that are read at once
 
 class OpenFile(io.FileIO):
     """A file that its last reader closes: no thread can close what another one still reads."""
-
-    def read_at(self, offset: int, size: int) -> bytes:
-        if hasattr(os, "pread"):
-            return os.pread(self.fileno(), size, offset)
-        with open(self.name, "rb") as own:  # Windows lacks it, and other threads move our place
-            own.seek(offset)
-            return own.read(size)
 
     def __del__(self) -> None:
         self.close()
@@ -49,27 +42,17 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        try:
+        mend = "it is damaged or truncated, so make it again"
+        with reading(f"{path}, as a shard of uint16 tokens,", mend):
             self.offset, self.num_tokens = find_tokens(path)  # the first token's byte; how many
-        except Exception as error:  # NumPy's parser fails in many ways
-            raise UserError(
-                f"{path} is not a whole shard of uint16 tokens ({first_line(error)}): "
-                "it is damaged or truncated, so make it again"
-            ) from error
 
-    def read(
-        self, start: int, count: int, opener: Callable[[Path], OpenFile] = OpenFile
-    ) -> np.ndarray:
-        """`count` tokens from token `start` on, uint16. It does not map them: memory stays flat.
-
-        Raises UserError if the file has shrunk, or cannot be read any more.
-        """
-        try:
-            tokens = opener(self.path).read_at(self.offset + 2 * start, 2 * count)
+    def read(self, start: int, count: int, opener: Callable = OpenFile) -> np.ndarray:
+        """`count` tokens from token `start` on, uint16; not mapped: memory stays flat."""
+        with reading(self.path, "put the file back"):
+            file = opener(self.path)
+            tokens = os.pread(file.fileno(), 2 * count, self.offset + 2 * start)
             if len(tokens) < 2 * count:
                 raise OSError(f"it has shrunk: it had {self.num_tokens} tokens")
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read ({error}): put the file back") from error
         return np.frombuffer(tokens, "<u2")
 
     def read_all(self) -> Iterator[np.ndarray]:

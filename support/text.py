@@ -6,6 +6,7 @@ validation. `read_batches` reads the files from a given place.
 
 import codecs
 import glob
+import gzip
 import hashlib
 import json
 import os
@@ -71,7 +72,7 @@ class File:
     held_out: str = ""  # if it is for validation, and so read before all others: what it is
     # the part of it: from a character of one text to a character of another, or to the end
     begin: tuple[int, int] = (0, 0)
-    end: tuple[int, int] | None = None
+    end: tuple[int, int] = (sys.maxsize, 0)
 
 
 # -- finding: the files behind each source, in the order in which they are read
@@ -118,11 +119,7 @@ def shuffle(paths: dict[PurePath, str]) -> list[tuple[PurePath, str]]:
 
 
 def find_python() -> Iterator[File]:
-    """Yields modules of the standard library and of installed packages, first what is held out.
-
-    Tests, vendored copies and generated files are left out. A package is held out if the SHA-256 of
-    its name begins with HELD_OUT. From the others we cut each NGRAM words that it shares with them.
-    """
+    """Yields modules of the standard library and of installed packages, first what is held out."""
     packages: dict[str, list] = {}
     for distribution in distributions():  # the first of a name is the one that Python imports
         if project := distribution.metadata["Name"]:  # none: pip has left it half deleted
@@ -137,8 +134,6 @@ def find_python() -> Iterator[File]:
             if size <= room and is_written_by_hand(path):  # which reads it
                 room -= size
                 (held_out if is_held_out else others)[name] = path
-    if not held_out:
-        raise UserError("no installed package is held out: run it in the environment of make setup")
     print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in shuffle(held_out):
@@ -237,21 +232,20 @@ def find_split(files: list[File], most: float) -> list[int]:
     source counts as ended, in bytes.
     """
     size = 0
-    places: list[tuple] = []  # of the first texts: the bytes before each, its place, is it a start
+    first: list[tuple] = []  # texts: the bytes before each, its place, it, is it a start
     for i, j, text, starts in read_texts(files):
         if size <= 2 * MOST_HELD_OUT:
-            places.append((size, i, j, starts))
+            first.append((size, i, j, text, starts))
         size += num_bytes(text)
         if size >= min(most, 20 * MOST_HELD_OUT):
             break
     if not size:
         raise UserError("there is no text: nothing is left to train on")
     wanted = max(1, size // 20)
-    for before, i, j, starts in places:
+    for before, i, j, _, starts in first:
         if starts and wanted <= before <= 2 * wanted:
             return [i, j, 0]
-    before, i, j, _ = [place for place in places if place[0] < wanted][-1]
-    _, (text, _), _ = next(read_part(files[i], j))
+    before, i, j, text, _ = [place for place in first if place[0] < wanted][-1]
     at = len(text.encode("utf-8", "surrogatepass")[: wanted - before].decode("utf-8", "ignore"))
     ends = [text.rfind("\n", 0, at) + 1, text.find("\n", at, -1) + 1]  # 0: there is none
     return [i, j, min(filter(None, ends), key=lambda end: abs(end - at), default=at)]
@@ -304,10 +298,7 @@ def num_bytes(text: str) -> int:
 
 
 def open_file(path: str) -> Any:
-    """Opens a file as bytes, and decompresses it if its name says so."""
-    import fsspec
-
-    return fsspec.open(path, compression="infer")
+    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
 
 
 def download(url: str) -> bytes:
@@ -393,10 +384,7 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 
 
 def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[Batch]:
-    """Yields batches of texts, each with its place, from text `number` of a file on.
-
-    A batch ends where the text for validation ends.
-    """
+    """Yields batches of texts, each with its place, from text `number` of a file on."""
     batch: list[Text] = []
     chars = 0
     for i in range(file, len(files)):
@@ -410,6 +398,7 @@ def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[
                 yield (*begin, i, stamp), batch
                 batch = []
                 chars = 0
+        # what is held out ends with a batch
         is_last = i + 1 == len(files) or (files[i].held_out and not files[i + 1].held_out)
         if batch and is_last:
             yield (*begin, i, files[i].stamp), batch
@@ -421,9 +410,8 @@ def read_part(file: File, number: int = 0) -> Iterator[tuple[int, Text, Any]]:
     """Yields the texts of a file's part from text `number` on: their numbers, they, and the hash of
     all texts so far. Where the part begins, a document starts."""
     first, skipped = file.begin
-    last, taken = file.end or (None, 0)
-    stop = last + (taken > 0) if last is not None else None
-    texts = islice(enumerate(read_patiently(file)), max(number, first), stop)
+    last, taken = file.end
+    texts = islice(enumerate(read_patiently(file)), max(number, first), last + (taken > 0))
     for j, ((text, starts), sha256) in texts:
         text = text[skipped if j == first else 0 : taken if j == last else None]
         yield j, (text, starts or j == first), sha256

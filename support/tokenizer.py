@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +36,13 @@ LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{1000
 # (encoder.py of openai/gpt-2).
 VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-CHARACTERS = {byte: chr(byte) for byte in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
-BYTES = {character: byte for byte, character in CHARACTERS.items()}
+BYTES = {chr(byte): byte for byte in VISIBLE} | {chr(256 + i): b for i, b in enumerate(HIDDEN)}
 
 
 @dataclass(eq=False)
 class Tokenizer:
-    """A vocabulary. ranks: {the bytes of a token: its number}, from 0 on, in order."""
-
-    ranks: dict[bytes, int]
+    ranks: dict[bytes, int]  # {the bytes of a token: its number}, from 0 on, in order
+    json: str  # the same for Hugging Face's libraries: what tokenizer.json says
 
     @property
     def eot(self) -> int:
@@ -105,44 +102,32 @@ class Tokenizer:
         except UnicodeEncodeError:
             return self.encode_to_arrays(replace_surrogates(text))
 
-    @cached_property
-    def json(self) -> str:
-        """What tokenizer.json says. Raises ValueError for ranks that no merges lead to."""
-        if self is gpt2():  # the same, without the seconds for 50,000 merges
-            return RANKS_FILE.with_name(FILE).read_text("utf-8")
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-
-        words = ["".join(CHARACTERS[byte] for byte in token) for token in self.ranks]
-        merges = [parts_of(token, self.ranks) for token in self.ranks if len(token) > 1]
-        vocabulary = {word: rank for rank, word in enumerate([*words, END])}
-        pairs = [(words[self.ranks[a]], words[self.ranks[b]]) for a, b in merges]
-        tokenizer = Tokenizer(models.BPE(vocabulary, pairs))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-        tokenizer.add_special_tokens([END])
-        return tokenizer.to_str()
-
-
-def parts_of(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that are merged into this one: what lower ranks alone make of its bytes."""
-    parts = [bytes([byte]) for byte in token]
-    while len(parts) > 2:
-        pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
-        i = pairs.index(min(pairs))
-        if pairs[i] >= ranks[token]:
-            break
-        parts[i : i + 2] = [parts[i] + parts[i + 1]]
-    first, second = parts  # a ValueError if it takes more
-    return first, second
-
 
 @lru_cache(maxsize=1)
 def gpt2() -> Tokenizer:
     lines = RANKS_FILE.read_bytes().splitlines()
-    return Tokenizer(
-        {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    )
+    ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    return Tokenizer(ranks, RANKS_FILE.with_name(FILE).read_text("utf-8"))
+
+
+def from_merges(vocabulary: dict[str, int], merges: list) -> Tokenizer:
+    """From Hugging Face's {word: number}. Raises ValueError if ranks alone lead to other merges."""
+    from tokenizers import Tokenizer as Theirs
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    words = sorted(vocabulary.keys() - {END}, key=vocabulary.__getitem__)
+    numbers = {word: number for number, word in enumerate([*words, END])}
+    model = models.BPE(numbers, [(first, second) for first, second in merges])
+    merged = [first + second for first, second in merges]
+    if merged != words[256:] or any(len(model.tokenize(word)) > 1 for word in words):
+        raise ValueError("the merges are not those of the ranks")
+    theirs = Theirs(model)
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    theirs.post_processor = processors.ByteLevel(trim_offsets=False)
+    theirs.add_special_tokens([END])
+    ranks = {bytes(BYTES[c] for c in word): rank for rank, word in enumerate(words)}
+    return Tokenizer(ranks, theirs.to_str())
 
 
 def replace_surrogates(text: str) -> str:
@@ -157,10 +142,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more.
-
-    It is the same for the same texts, whatever the number of threads.
-    """
+    """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more."""
     from tokenizers import Tokenizer as Trained
     from tokenizers import models, pre_tokenizers, trainers
 
@@ -175,52 +157,38 @@ def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trained.train_from_iterator(map(replace_surrogates, texts), trainer)
     # Its threads do not survive a fork: later ones do without, and are not warned of it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    return Tokenizer(ranks_of(trained.get_vocab()))
-
-
-def ranks_of(vocabulary: dict[str, int]) -> dict[bytes, int]:
-    """Hugging Face's {word: number} as ranks. Raises KeyError for words that are no bytes."""
-    words = sorted(vocabulary.keys() - {END}, key=vocabulary.__getitem__)
-    return {bytes(BYTES[c] for c in word): rank for rank, word in enumerate(words)}
+    model = json.loads(trained.to_str())["model"]
+    return from_merges(model["vocab"], model["merges"])
 
 
 # -- reading one
 
 
 def read_tokenizer(name: str | Path) -> Tokenizer:
-    """Reads a tokenizer.json, or the one in a directory; "gpt2" is GPT-2's.
-
-    Raises UserError if it gives texts other tokens than its ranks do.
-    """
+    """Reads a tokenizer.json, or the one in a directory; "gpt2" is GPT-2's. Raises UserError."""
     if str(name) == "gpt2":
         return gpt2()
     path = Path(name)
     path = path / FILE if path.is_dir() else path
     with reading(path):
-        tokenizer = parse(path.read_text("utf-8"))
-    if tokenizer:
-        return tokenizer
-    raise UserError(
-        f"{path} is of another kind: only byte-level BPE like GPT-2's, with {END} as its last "
-        "token, can be read; fineweb.py --vocab-size trains one"
-    )
+        return parse(path.read_text("utf-8"))
 
 
-@lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take seconds
-def parse(content: str) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json; None if its ranks are not all that decides.
-
-    Raises ValueError if it is no JSON.
-    """
+@lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take a second
+def parse(content: str) -> Tokenizer:
+    """The tokenizer of a tokenizer.json. Raises ValueError if its ranks do not decide alone."""
     if content == gpt2().json:
         return gpt2()
-    parts = json.loads(content)
+    json.loads(content)  # a damaged one is not of another kind
     with suppress(Exception):  # of the library, too: not byte-level, not BPE, …
-        ranks = ranks_of(parts["model"]["vocab"])
-        tokenizer = gpt2() if ranks == gpt2().ranks else Tokenizer(ranks)
-        if what_decides(content) == what_decides(tokenizer.json):
-            return tokenizer
-    return None
+        *others, vocabulary, merges = what_decides(content)
+        tokenizer = from_merges(vocabulary, merges)
+        if [*others, vocabulary, merges] == what_decides(tokenizer.json):
+            return gpt2() if tokenizer.ranks == gpt2().ranks else tokenizer
+    raise ValueError(
+        f"it is of another kind than byte-level BPE like GPT-2's, with {END} as its last token; "
+        "fineweb.py --vocab-size trains one"
+    )
 
 
 def what_decides(content: str) -> list:
@@ -241,16 +209,13 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
     old = Path(directory) / "vocab.json"  # what older models have instead
     if old.exists():
         with reading(old):
-            if ranks_of(json.loads(old.read_bytes())) != gpt2().ranks:
+            if json.loads(old.read_bytes()) != json.loads(gpt2().json)["model"]["vocab"]:
                 raise UserError(f"{old} is not GPT-2's: have transformers save {FILE} beside it")
     return gpt2()
 
 
 def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
-    """The one that made the shards in data_dir. Raises UserError if it is missing or another one.
-
-    The manifest knows which it was. Shards without a manifest have the one beside them.
-    """
+    """The one that made the shards in data_dir. Raises UserError if another or none is there."""
     manifest = Path(data_dir) / "manifest.json"
     tokenizer = tokenizer_in(data_dir)
     if manifest.exists():

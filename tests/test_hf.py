@@ -315,7 +315,7 @@ def test_a_changed_model_that_an_earlier_revision_wrote_is_known_again(monkeypat
     assert changed.difference == "its logits differ by 0.00089 standard deviations"
     written = [0.0599712, -0.0403290, -0.2295441, 0.0408342]
     assert changed.logits[:4] == pytest.approx(written, abs=1e-5)
-    without_loss = Pretrained({}, {}, "old", replace(changed, loss=math.nan))
+    without_loss = Pretrained({}, {}, "old", gpt2(), replace(changed, loss=math.nan))
     refuse_other_change(without_loss, lambda: GPT(GPTConfig(**SMALL)))
 
 
