@@ -215,10 +215,10 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
-    then = asdict(Config()) | manifest["options"]  # an older manifest lacks the newer flags
+    then = NEWER | manifest["options"]
     changes = [
         f"--{key.replace('_', '-')} was {then[key]}, not {value}"
-        for key, value in options.items()
+        for key, value in (NEWER | options).items()
         if then[key] != value
     ]
     names = [shard["name"] for shard in manifest["shards"]]
@@ -266,6 +266,7 @@ def verify_shards(folder: Path) -> str:
 # -- one start of the command
 
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
+NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": ""}  # not in manifests of GPT-2's tokens
 
 
 def make_shards(config: Config, folder: Path) -> str:
@@ -273,7 +274,9 @@ def make_shards(config: Config, folder: Path) -> str:
     from filelock import FileLock, Timeout
 
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
-    options = {k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS}
+    options = {
+        k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS and NEWER.get(k) != v
+    }
     options["source"] = list(config.source)  # as JSON has it
     if given:
         options["tokenizer"] = given.sha256

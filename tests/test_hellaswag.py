@@ -424,10 +424,14 @@ metric_list: [{{metric: acc}}]
 
 
 @pytest.mark.torture  # its requirements are those of `make torture`
-def test_lm_evaluation_harness_gives_a_checkpoint_of_training_the_same_score(tmp_path, shards):
+@pytest.mark.parametrize("vocabulary", ["--tokenizer gpt2", "--vocab-size 1024"])
+def test_lm_evaluation_harness_gives_a_checkpoint_of_training_the_same_score(tmp_path, vocabulary):
     examples = made_examples(100)
     log_dir = tmp_path / "log"
-    flags = f"--data-dir {shards} --log-dir {log_dir} --checkpoint-every 6 --sequence-length 512"
+    data_dir = tmp_path / "data"
+    flags = f"--source tinyshakespeare --data-dir {data_dir} {vocabulary}"
+    run_script("fineweb.py", *flags.split())
+    flags = f"--data-dir {data_dir} --log-dir {log_dir} --checkpoint-every 6 --sequence-length 512"
     flags += " --batch-size 1 --total-batch-size 512 --max-steps 6"
     run_script("train_gpt2.py", *TINY, *flags.split())
     checkpoint = log_dir / "ckpt_000006"
