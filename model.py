@@ -5,6 +5,7 @@ hs = C / nh channels each, V = vocab_size.
 """
 
 import math
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import cached_property, lru_cache
@@ -323,6 +324,10 @@ class GPT(nn.Module):
         """idx (B, T) -> (B, T + n): prompts and what follows them, as generation.generate says."""
         return generation.generate(self, idx, max_new_tokens, **sampling)
 
+    def stream(self, idx: Tensor, max_new_tokens: int, **sampling: Any) -> Iterator[Tensor]:
+        """The same, but yields the next tokens, (B,), as soon as they are made."""
+        return generation.stream(self, idx, max_new_tokens, **sampling)
+
     @classmethod
     def from_pretrained(
         cls, name_or_dir: str | Path, defaults: dict[str, Any] | None = None, **overrides: Any
@@ -410,6 +415,12 @@ class DataLoaderLite:
         self.cursor = cursor
         first = cursor + self.process_rank * self.B
         self.coming = self.reader.submit(self.batch, first, self.B)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.seek(state["cursor"])
 
     def wait(self) -> None:
         """Waits for the next batch. Raises UserError if it cannot be read."""

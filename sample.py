@@ -46,7 +46,7 @@ class SampleConfig:
 
 
 def complete(model: GPT, prompt: str, B: int, max_new_tokens: int, **options: Any) -> list[str]:
-    """B texts that begin with the prompt. The options are those of generation.stream."""
+    """B texts that begin with the prompt. The options are those of GPT.stream."""
     prompts = [replace_surrogates(prompt)] * B
     with evaluation_mode(model):
         pieces = list(stream_texts(model, prompts, max_new_tokens, **options))
@@ -66,8 +66,10 @@ def stream_texts(
     rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
     spell = model.tokenizer.encoding.decode_single_token_bytes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
-    for tokens in generation.stream(model, rows, max_new_tokens, stop=eot, **options):
-        spelled = [b"" if token == eot else spell(token) for token in tokens]
+    idx = generation.pad(rows)
+    lengths = list(map(len, rows))
+    for tokens in model.stream(idx, max_new_tokens, lengths=lengths, stop=eot, **options):
+        spelled = [b"" if token == eot else spell(token) for token in tokens.tolist()]
         yield [decoder.decode(text) for decoder, text in zip(decoders, spelled, strict=True)]
     yield [decoder.decode(b"", final=True) for decoder in decoders]
 

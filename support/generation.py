@@ -62,6 +62,14 @@ def pad(rows: Rows, value: int = 0) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
+def unpad(idx: Tensor, lengths: Any = None) -> Rows:
+    """The first `lengths` (B,) tokens of each row of idx (B, T), or all of them."""
+    rows = idx.tolist()
+    if lengths is None:
+        return rows
+    return [row[:n] for row, n in zip(rows, lengths, strict=True)]
+
+
 def step_of_one_token(model: GPT, x: Any, mask: Tensor, caches: list) -> Tensor:
     """The embedding of one more token per row, (B, 1, C) -> logits (B, V) of the next."""
     return model.logits(model.blocks(x, mask, caches)[:, -1])
@@ -106,15 +114,22 @@ def choose(
 
 @torch.no_grad()
 def stream(
-    model: GPT, prompts: Rows, max_new_tokens: int, *, stop: int | None = None, **choice: Any
-) -> Iterator[list[int]]:
-    """Yields B tokens as they are made, at most max_new_tokens times. choice: see `choose`.
+    model: GPT,
+    idx: Tensor,
+    max_new_tokens: int,
+    *,
+    lengths: Any = None,
+    stop: int | None = None,
+    **choice: Any,
+) -> Iterator[Tensor]:
+    """idx (B, T) int64 -> yields tokens (B,) as they are made, at most max_new_tokens times.
 
-    Ends early when every row has produced `stop`. When a row outgrows the window, only its newest
-    half is kept, and all rows are read again. Raises UserError if the logits are not finite.
+    lengths (B,): how much of each row is prompt, by default all of it. choice: see `choose`. Ends
+    early when every row has produced `stop`. When a row outgrows the window, only its newest half
+    is kept, and all rows are read again. Raises UserError if the logits are not finite.
     """
     window = model.config.block_size
-    contexts = [list(prompt) for prompt in prompts]  # what each row can look at
+    contexts = unpad(idx, lengths)  # what each row can look at
     longest = max(map(len, contexts)) + max_new_tokens
     cache = KVCache(model, len(contexts), min(window, longest))
     token = None
@@ -135,7 +150,7 @@ def stream(
         tokens = token.tolist()
         for context, t in zip(contexts, tokens, strict=True):
             context.append(t)
-        yield tokens
+        yield token
         if set(tokens) == {stop}:
             return
 
@@ -151,12 +166,10 @@ def generate(
 ) -> Tensor:
     """idx (B, T) int64 -> (B, T + n): each row its prompt, its new tokens, then padding.
 
-    lengths (B,): how much of each row is prompt, by default all of it. stop, choice: see `stream`.
-    The padding is `stop`, or the vocabulary's last token, GPT-2's <|endoftext|>.
+    lengths, stop, choice: see `stream`. The padding is `stop`, or the vocabulary's last token,
+    GPT-2's <|endoftext|>.
     """
-    rows = idx.tolist()
-    if lengths is not None:
-        rows = [row[:length] for row, length in zip(rows, lengths, strict=True)]
-    new = zip(*stream(model, rows, max_new_tokens, stop=stop, **choice), strict=True)
-    rows = [[*prompt, *tokens] for prompt, tokens in zip(rows, new, strict=True)]
+    tokens = stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **choice)
+    new = torch.stack(list(tokens), 1).tolist()
+    rows = [[*prompt, *more] for prompt, more in zip(unpad(idx, lengths), new, strict=True)]
     return pad(rows, model.config.vocab_size - 1 if stop is None else stop).to(idx)

@@ -208,7 +208,7 @@ def restore(
     checkpoint.load_optimizers(model, optimizers, state.pop("optimizer"))
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
-    loader.seek(state["cursor"])
+    loader.load_state_dict(state)
     names = [field.name for field in dataclasses.fields(Progress)]
     progress = Progress(**{name: state[name] for name in names})
     if not is_own(config, resumed_from):

@@ -116,9 +116,9 @@ def test_the_cursor_is_the_whole_state(corpus, shuffle, consumed, more, B):
     loader = DataLoaderLite(corpus, "train", B, 16, shuffle=shuffle)
     for _ in range(consumed):
         loader.next_batch()
-    assert loader.cursor == consumed * B
+    assert loader.state_dict() == {"cursor": consumed * B}
     other = DataLoaderLite(corpus, "train", B, 16, shuffle=shuffle)
-    other.seek(loader.cursor)
+    other.load_state_dict(loader.state_dict())
     coming = [loader.next_batch()[0] for _ in range(more)]
     assert all(torch.equal(x, other.next_batch()[0]) for x in coming)
     other.reset()

@@ -17,7 +17,7 @@ import sample
 from model import GPT, GPTConfig
 from support import generation
 from support.common import UsageError, UserError
-from support.generation import choose, compile_step, stream
+from support.generation import choose, compile_step, pad
 from support.tokenizer import gpt2, train_vocabulary
 
 
@@ -61,7 +61,8 @@ def test_cached_generation_is_uncached_generation_across_the_windows_end(lengths
 def test_the_smallest_windows_generate_what_the_plain_rule_gives(window):
     model = random_model(block_size=window)
     prompts = [[5], [6, 7, 8]]
-    tokens = zip(*stream(model, prompts, 9, temperature=0), strict=True)
+    steps = model.stream(pad(prompts), 9, lengths=[1, 3], temperature=0)
+    tokens = torch.stack(list(steps), 1).tolist()
     expected = uncached(model, prompts, 9, temperature=0)
     assert [[*row, *new] for row, new in zip(prompts, tokens, strict=True)] == expected
 
