@@ -3,7 +3,6 @@
 import gc
 import io
 import json
-import re
 import textwrap
 from collections.abc import Callable
 from itertools import cycle
@@ -248,16 +247,18 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     curve = next(line.get_data() for line in axis.lines if line.get_color() == BLUE)
     for i, moment in enumerate(moments):
         k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
-        written = re.sub("  +", "  ", samples[k][0])  # code may begin far to the right
-        lines = [x for line in written.splitlines() for x in textwrap.wrap(line, 36)]
-        text = "\n".join([f"{minutes[k]:.0f} minutes, step {steps[k]:,}", "", *lines[:4]])
+        lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
+        for line in samples[k][0].splitlines():
+            far = " " * min(8, (len(line) - len(line.lstrip())) // 2)  # some code begins far right
+            lines += textwrap.wrap(line.strip(), 36, initial_indent=far, subsequent_indent=far)
+        text = "\n".join(lines[:7])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
-    axis.set_title(title_of(run), pad=80)
+    axis.set_title(title_of(run), pad=90)
     return figure
 
 
