@@ -9,6 +9,7 @@ import pytest
 from conftest import ROOT
 
 from bench import TABLES, format_table
+from benchmarks import minutes
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
@@ -59,7 +60,7 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     everything = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("benchmarks/*.py")]
     quotes = [
         "ends {mean:.2f} ± {half:.2f} nats per token higher".format(**arms[1]["against"]),
-        f"held-out text of Tiny Shakespeare is {val['nats_per_character']:.2f} nats per character",
+        f"= {val['nats_per_character']:.3f} nats per character",
         f"The core is {count_lines(training):,} lines of Python.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
         f"{speedup('against'):.2f} times as fast as that of `transformers`",
@@ -68,6 +69,16 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     ]
     text = " ".join(README.split())
     assert not [quote for quote in quotes if quote not in text]
+
+
+def test_the_readme_quotes_the_race_and_the_page_has_its_table():
+    summary = minutes.summarize(read_json("minutes.json"))
+    passed = {row["name"]: row["passed"] for row in reversed(summary)}  # of each side's best run
+    alone, same = passed["nanoGPT, its README"], passed["nanoGPT, our tokens"]
+    quote = f"nanoGPT's last loss after {alone:.0f} seconds if nanoGPT runs with its README's"
+    text = " ".join(README.split())
+    assert quote in text and f"and after {same:.0f} seconds if it is compiled" in text
+    assert format_table(summary, minutes.COLUMNS) in PAGE
 
 
 def test_the_page_about_resuming_quotes_kills_of_each_kind():
