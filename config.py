@@ -56,14 +56,14 @@ class TrainConfig:
     weight_decay: Amount = 0.1  # of matrices and embeddings
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
     embedding_lr: Positive = 1.0  # with muon, the embeddings' rate as a multiple of learning_rate
-    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW; with muon, it updates the rest
+    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW, which does the rest beside muon
     beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # of AdamW, too
     eps: Positive = 1e-8  # of AdamW, too
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
     # skip an update whose loss or norm is this many deviations above its recent mean; 0 = off
     skip_spikes: Amount = 0.0
 
-    # -- evaluation: every N steps and at the end; all but samples and saves also at step 0
+    # -- evaluation: every N steps and at the end; validation and HellaSwag also at step 0
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
