@@ -254,10 +254,12 @@ def title_of(benchmark: str, result: dict) -> str:
 
 
 def verdict(row: dict) -> str:
-    """What the range of a row's ratios shows. One turn alone has no range."""
+    """What the range of a row's ratios shows. One turn alone has none."""
     low = row["speedup_low"]
     high = row["speedup_high"]
-    if low <= 1 <= high or low == high:
+    if low == high:
+        return "no range"
+    if low <= 1 <= high:
         return "no difference shown"
     return "faster" if low > 1 else "slower"
 
@@ -274,6 +276,8 @@ def describe_ratio(row: dict) -> str:
     """How many times as fast as its base a row is, with the range, and what that shows."""
     if "speedup" not in row:
         return ""
+    if verdict(row) == "no range":
+        return f"{row['speedup']:.2f} × (no range)"
     bounds = f"{show_bound(row['speedup_low'])} to {show_bound(row['speedup_high'])}"
     return f"{row['speedup']:.2f} × ({bounds}): {verdict(row)}"
 
@@ -311,7 +315,7 @@ def draw_ratios(axis: Any, rows: list[dict]) -> None:
     for place, row in enumerate(rows):
         ratio = "base"
         if "speedup" in row:
-            color = PALE if verdict(row) == "no difference shown" else BLUE
+            color = BLUE if verdict(row) in ("faster", "slower") else PALE
             axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
             axis.plot(row["speedup"], place, "o", color=color, markersize=5)
             ratio = f"{row['speedup']:.2f} ×"

@@ -183,8 +183,8 @@ def read_sweep(text: str, base: Arm) -> tuple[str, list]:
     if kind not in (int, float):
         raise UserError(f"--sweep {text}: {name} is no number that train_gpt2.py knows")
     values = sorted({kind(value) for value in listed.split(",")})
-    if len(values) < 2:
-        raise UserError(f"--sweep {text}: expected two values or more: learning_rate=4e-3,8e-3")
+    if len(values) < 2 or values[0] <= 0:
+        raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")
     return name, values
 
 
@@ -196,7 +196,7 @@ class Trainer:
     """Trains runs one after the other, and counts them."""
 
     out: Path
-    total: int  # number of runs
+    total: int  # number of runs; a sweep may add some
     done: int = 0
     seconds: float = 0.0  # that the longest run took: one that diverged is short
     dtypes: dict[str, str] = field(default_factory=dict)  # what auto is: the first run measures it
@@ -281,12 +281,26 @@ def read_outcome(directory: Path, measure: str) -> dict | None:
 
 
 def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> None:
-    """Tries the values of a sweep. The best of them, if any, becomes a setting of the arm."""
-    for value in values:
-        outcome = trainer.run(arm, {sweep: value, "seed": seed})
-        arm.tried.append((value, outcome["val_loss"]))
+    """Tries the values, then up to 8 more until the best one is not at an end."""
+    most = len(values) + 8
+    while values and len(arm.tried) < most:
+        outcomes = [trainer.run(arm, {sweep: value, "seed": seed}) for value in values]
+        losses = [outcome["val_loss"] for outcome in outcomes]
+        arm.tried = sorted([*arm.tried, *zip(values, losses, strict=True)])
         best, _ = min(arm.tried, key=lambda tried: tried[1] or math.inf)
         arm.tuned = {sweep: best}
+        values = widen([value for value, _ in arm.tried], best)
+        trainer.total += len(values)
+
+
+def widen(tried: list, best: float) -> list:
+    """If the best is at an end: the value beyond it by the ratio of the two values there."""
+    neighbours = {tried[0]: tried[1], tried[-1]: tried[-2]}
+    if best not in neighbours:
+        return []
+    beyond = best**2 / neighbours[best]
+    beyond = round(beyond) if isinstance(best, int) else float(f"{beyond:.6g}")
+    return [beyond] if beyond not in (0, best) else []
 
 
 def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) -> dict:
@@ -422,7 +436,7 @@ def describe_sweep(arm: dict) -> str:
     shown = ", ".join(f"{value:g}: {show_loss(loss)}" for value, loss in tried)
     text = f"{best:g} is the best of {shown}"
     if best in (tried[0][0], tried[-1][0]):
-        text += "; it is at an end of the range, so try values beyond it"
+        text += "; it is at an end of the range, so a value beyond it may be better"
     return text
 
 

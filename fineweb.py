@@ -354,8 +354,9 @@ def write_shards(
 
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     begin = manifest["cursor"]
-    for path in folder.glob(".*.[0-9]*.tmp"):
-        path.unlink()  # write_whole's, which a killed process left
+    for name in (f"{config.name}_*.npy", MANIFEST, FILE):
+        for path in folder.glob(f".{name}.*.tmp"):
+            path.unlink()  # a killed process left it
     # the first begin["token"] tokens of the stream are written already
     limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])

@@ -324,9 +324,12 @@ class GPT(nn.Module):
         """idx (B, T) -> (B, T + n): prompts and what follows them, as generation.generate says."""
         return generation.generate(self, idx, max_new_tokens, **sampling)
 
-    def stream(self, idx: Tensor, max_new_tokens: int, **sampling: Any) -> Iterator[Tensor]:
+    def stream(
+        self, idx: Tensor, max_new_tokens: int, *, lengths: Any = None, **sampling: Any
+    ) -> Iterator[Tensor]:
         """The same, but yields the next tokens, (B,), as soon as they are made."""
-        return generation.stream(self, idx, max_new_tokens, **sampling)
+        prompts = generation.unpad(idx, lengths)
+        return generation.stream(self, prompts, max_new_tokens, **sampling)
 
     @classmethod
     def from_pretrained(

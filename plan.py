@@ -61,6 +61,8 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     problems = out_of_range(config)
     if config.gpu not in GPUS:
         problems.append(f"--gpu {config.gpu!r} is not known: use {', '.join(GPUS)}")
+    if config.eval_only:
+        problems.append("--eval-only trains nothing: leave it out to plan a training run")
     problems = problems or wrong_sizes(config, config.gpus)
     if problems:
         raise UsageError(*problems)

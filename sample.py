@@ -16,7 +16,16 @@ import torch
 
 from model import GPT
 from support import generation
-from support.common import Count, Range, UsageError, UserError, parse_flags, reading, run_script
+from support.common import (
+    Amount,
+    Count,
+    Range,
+    UsageError,
+    UserError,
+    parse_flags,
+    reading,
+    run_script,
+)
 from support.compile import why_not_compile
 from support.device import evaluation_mode, pick_device, pick_dtype
 from support.tokenizer import check_vocabulary, replace_surrogates
@@ -33,7 +42,7 @@ class SampleConfig:
     prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: asks for it
     num_samples: Count = 1  # continuations of each prompt
     max_new_tokens: Count = 100  # tokens to add, at most
-    temperature: Annotated[float, Range(0)] = 0.9  # 0 always takes the likeliest token
+    temperature: Amount = 0.9  # 0 always takes the likeliest token
     top_k: Annotated[int, Range(0)] = 50  # draw from the k likeliest tokens; 0 = from all
     # draw only from the likeliest tokens that together have this probability
     top_p: Annotated[float, Range(0, 1)] = 1.0
@@ -46,7 +55,7 @@ class SampleConfig:
 
 
 def complete(model: GPT, prompt: str, B: int, max_new_tokens: int, **options: Any) -> list[str]:
-    """B texts that begin with the prompt. The options are those of GPT.stream."""
+    """B texts that begin with the prompt. The options are those of generation.stream."""
     prompts = [replace_surrogates(prompt)] * B
     with evaluation_mode(model):
         pieces = list(stream_texts(model, prompts, max_new_tokens, **options))
@@ -66,9 +75,7 @@ def stream_texts(
     rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
     spell = model.tokenizer.encoding.decode_single_token_bytes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
-    idx = generation.pad(rows)
-    lengths = list(map(len, rows))
-    for tokens in model.stream(idx, max_new_tokens, lengths=lengths, stop=eot, **options):
+    for tokens in generation.stream(model, rows, max_new_tokens, stop=eot, **options):
         spelled = [b"" if token == eot else spell(token) for token in tokens.tolist()]
         yield [decoder.decode(text) for decoder, text in zip(decoders, spelled, strict=True)]
     yield [decoder.decode(b"", final=True) for decoder in decoders]

@@ -51,11 +51,14 @@ here: dict = {}  # its World and its `run`
 def start(side: Side, device: str, rank: int, port: int) -> dict:
     """Makes what the side runs, and runs it once -> the numbers that it returns."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ[name] = str(rank)
-    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ[name] = str(side.processes)
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(side.processes),
+        LOCAL_WORLD_SIZE=str(side.processes),
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
     torch.manual_seed(0)
     here["world"] = World(device)
     atexit.register(here["world"].close)

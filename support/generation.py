@@ -114,22 +114,15 @@ def choose(
 
 @torch.no_grad()
 def stream(
-    model: GPT,
-    idx: Tensor,
-    max_new_tokens: int,
-    *,
-    lengths: Any = None,
-    stop: int | None = None,
-    **choice: Any,
+    model: GPT, prompts: Rows, max_new_tokens: int, *, stop: int | None = None, **choice: Any
 ) -> Iterator[Tensor]:
-    """idx (B, T) int64 -> yields tokens (B,) as they are made, at most max_new_tokens times.
+    """Yields tokens (B,) as they are made, at most max_new_tokens times. choice: see `choose`.
 
-    lengths (B,): how much of each row is prompt, by default all of it. choice: see `choose`. Ends
-    early when every row has produced `stop`. When a row outgrows the window, only its newest half
-    is kept, and all rows are read again. Raises UserError if the logits are not finite.
+    Ends early when every row has produced `stop`. When a row outgrows the window, only its newest
+    half is kept, and all rows are read again. Raises UserError if the logits are not finite.
     """
     window = model.config.block_size
-    contexts = unpad(idx, lengths)  # what each row can look at
+    contexts = [list(prompt) for prompt in prompts]  # what each row can look at
     longest = max(map(len, contexts)) + max_new_tokens
     cache = KVCache(model, len(contexts), min(window, longest))
     token = None
@@ -166,10 +159,11 @@ def generate(
 ) -> Tensor:
     """idx (B, T) int64 -> (B, T + n): each row its prompt, its new tokens, then padding.
 
-    lengths, stop, choice: see `stream`. The padding is `stop`, or the vocabulary's last token,
-    GPT-2's <|endoftext|>.
+    lengths: see `unpad`. stop, choice: see `stream`. The padding is `stop`, or the vocabulary's
+    last token, GPT-2's <|endoftext|>.
     """
-    tokens = stream(model, idx, max_new_tokens, lengths=lengths, stop=stop, **choice)
-    new = torch.stack(list(tokens), 1).tolist()
-    rows = [[*prompt, *more] for prompt, more in zip(unpad(idx, lengths), new, strict=True)]
+    prompts = unpad(idx, lengths)
+    steps = stream(model, prompts, max_new_tokens, stop=stop, **choice)
+    new = torch.stack(list(steps), 1).tolist()
+    rows = [[*prompt, *more] for prompt, more in zip(prompts, new, strict=True)]
     return pad(rows, model.config.vocab_size - 1 if stop is None else stop).to(idx)

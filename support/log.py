@@ -2,10 +2,9 @@
 
 import importlib
 import json
-import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
@@ -13,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, TextIO
 
 from support import World
-from support.common import UserError, say, write_whole, writing
+from support.common import UserError, say, sync, write_whole, writing
 
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")
@@ -33,7 +32,8 @@ class Log:
         self.is_main = is_main
         self.text = self.dir / "log.txt"
         self.metrics = self.dir / "metrics.jsonl"
-        self.files: list[TextIO] = []  # those two, open on rank 0 only
+        self.files: dict[Path, TextIO] = {}  # open on rank 0 only
+        self.opened = ExitStack()
         self.tracker_name = tracker
         self.tracker: Any = None
 
@@ -72,16 +72,18 @@ class Log:
         """Replaces both files, and leaves them open."""
         write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
         write_whole(self.text, "".join(map(line_of, records)).encode())
-        # by lines, so that a reader sees each at once, and a kill loses none
-        self.files = [path.open("a", buffering=1) for path in (self.metrics, self.text)]
+        self.files = {  # by lines, so that a reader sees each at once, and a kill loses none
+            path: self.opened.enter_context(path.open("a", buffering=1))
+            for path in (self.metrics, self.text)
+        }
 
     def record(self, step: int, type: str, **values: Any) -> None:
         """Adds a line to metrics.jsonl, and to log.txt if the first of the values is a number."""
         record = {"type": type, "step": step, **values}
-        lines = [json.dumps(record) + "\n", line_of(record)]
+        lines = {self.metrics: json.dumps(record) + "\n", self.text: line_of(record)}
         with writing(self.dir, GO_ON):
-            for file, line in zip(self.files, lines, strict=False):  # no files but on rank 0
-                file.write(line)
+            for path, file in self.files.items():
+                file.write(lines[path])
         if self.tracker:
             if type == "samples":
                 values["samples"] = "\n\n---\n\n".join(values["samples"])
@@ -92,15 +94,14 @@ class Log:
     def sync(self) -> None:
         """Waits until everything recorded is on the disk."""
         with writing(self.dir, GO_ON):
-            for file in self.files:
-                os.fsync(file.fileno())
+            for path in self.files:
+                sync(path)
 
     def close(self) -> None:
         if self.tracker:
             self.tracker.finish()
         with writing(self.dir, GO_ON):  # a full disk still refuses the line that it has refused
-            for file in self.files:
-                file.close()
+            self.opened.close()
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""How much memory a training process needs, and the largest micro-batch that fits."""
+"""How much memory a training process needs, and the largest micro-batch that fits.
+
+plan.py prints the estimate before a run. Training uses it where it cannot try out a micro-batch.
+"""
 
 import math
 import re
@@ -93,22 +96,23 @@ def fit_batch_size(
     if B and sequences % B == 0:
         return B
     device = world.device.type
-    tries = device == "cuda" and not is_sharded(model)
-    if tries:
+    if device == "cuda" and not is_sharded(model):
         world.warm_up_nccl()
 
-    def fits(B: int) -> bool:
-        if tries:
+        def fits_here(B: int) -> bool:
             return not world.any(runs_out_of_memory(model, config, B, world, dtype))
-        free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
+
+        B = largest_batch(sequences, fits_here)
+        torch.cuda.reset_peak_memory_stats()
+        return B
+    free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
+
+    def fits(B: int) -> bool:
         parts = estimate_memory(model, config, B, dtype.itemsize, device, world.shard_group_size)
         needed = sum(parts.values()) - parts["weights"]  # the weights are there already
         return not world.any(needed > free)
 
-    B = largest_batch(sequences, fits)
-    if tries:
-        torch.cuda.reset_peak_memory_stats()
-    return B
+    return largest_batch(sequences, fits)
 
 
 def largest_batch(sequences: int, fits: Callable[[int], bool]) -> int:

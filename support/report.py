@@ -7,9 +7,8 @@ import shutil
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +139,9 @@ def describe_best(best: dict[str, Any]) -> str:
     return f"ckpt_{best['step']:06d}, with the lowest validation loss: {best['loss']:.4f}"
 
 
-as_code = partial(textwrap.indent, prefix=4 * " ")  # Markdown's block of code
+def as_code(text: str) -> str:
+    """A text as a Markdown code block."""
+    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()).rstrip()
 
 
 def last_words(

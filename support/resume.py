@@ -71,10 +71,9 @@ def find_checkpoint(config: TrainConfig, world: World) -> Checkpoint | None:
     """
     if config.resume == "none":
         return None
-    path = Path(config.resume)
-    if path.resolve().parent == Path(config.log_dir).resolve():  # the run's own, however typed
-        path = Path(config.log_dir, path.resolve().name)
-    candidates = [path]
+    whole = Path(config.resume).resolve()
+    is_below = whole.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
+    candidates = [Path(config.log_dir, whole.name) if is_below else Path(config.resume)]
     if config.resume == "auto":
         candidates = checkpoint.checkpoints(config.log_dir)[::-1]
         starts = [] if candidates else starts_of(records_of(config))

@@ -134,6 +134,8 @@ def find_python() -> Iterator[File]:
             if size <= room and is_written_by_hand(path):  # which reads it
                 room -= size
                 (held_out if is_held_out else others)[name] = path
+    if not held_out:
+        raise UserError("no installed package is held out: run it in the environment of make setup")
     print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in shuffle(held_out):

@@ -261,7 +261,7 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
     (1.5, 2.5, "2.00 × (1.50 to 2.50): faster"),
     (0.9, 2.5, "2.00 × (0.90 to 2.50): no difference shown"),
     (0.7, 0.9, "2.00 × (0.70 to 0.90): slower"),
-    (2.0, 2.0, "2.00 × (2.00 to 2.00): no difference shown"),
+    (2.0, 2.0, "2.00 × (no range)"),
     (0.9, 0.9962, "2.00 × (0.90 to 0.996): slower"),
     (0.9, 1.0041, "2.00 × (0.90 to 1.004): no difference shown"),
     (1.0, 2.5, "2.00 × (1.00 to 2.50): no difference shown"),

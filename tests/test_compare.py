@@ -123,23 +123,28 @@ def test_the_page_is_that_of_the_committed_records(record):
 # -- the sweep
 
 
-def test_a_sweep_takes_the_best_of_its_values_and_none_that_diverged(tmp_path, monkeypatch):
+def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, monkeypatch):
     def train(arm, changes, *_):
         value = changes["lr"]
-        loss = None if value > 0.05 else abs(value / 0.017 - 1)  # or diverged
+        loss = None if value > 0.05 else abs(value / best - 1)  # or diverged
         return dict(val_loss=loss, dtype="float32", seconds=[])
 
-    def tune(*values) -> Arm:
+    def tune(*values) -> tuple[float, list]:
         arm = Arm("base", tmp_path, [], dict(dtype="float32"))
         compare.tune(arm, "lr", list(values), 1, Trainer(tmp_path, total=len(values)))
-        return arm
+        return arm.tuned["lr"], arm.tried
 
     monkeypatch.setattr(compare, "train", train)
-    tuned = tune(0.01, 0.02, 0.04, 0.08)
-    assert tuned.tuned == {"lr": 0.02}
-    assert [value for value, _ in tuned.tried] == [0.01, 0.02, 0.04, 0.08]
-    assert tune(0.02, 0.08).tuned == tune(0.02, 0.04).tuned == {"lr": 0.02}
-    assert tune().tuned == {}, "without a sweep nothing is tried"
+    best = 0.017
+    assert tune(1e-3, 2e-3)[0] == 0.016
+    best = 4e-4
+    tuned, tried = tune(1e-3, 2e-3)
+    assert [value for value, _ in tried] == [0.00025, 0.0005, 0.001, 0.002]
+    assert tuned == 0.0005
+    assert tune(0.2, 0.4)[0] < 0.05, "all diverged: lower ones are tried"
+    best = 1e-30
+    assert len(tune(1e-3, 2e-3)[1]) < 20, "it is not sought for ever"
+    assert compare.widen([3, 6], 3) == [2] and compare.widen([1, 2], 1) == [], "numbers stay whole"
 
 
 def test_the_page_doubts_a_best_value_at_an_end():
@@ -300,10 +305,11 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
 
 
 def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypatch, capsys):
-    """Finished runs count too."""
+    """Finished runs count too. The sweep's best is at its end, so it adds a run."""
 
     def train(arm, changes, directory, _):
-        return dict(val_loss=9.0, dtype="float32", seconds=[0, 200.0])
+        loss = 1 / changes.get("lr", 1) if len(arm.tried) < 3 else 9.0
+        return dict(val_loss=loss, dtype="float32", seconds=[0, 200.0])
 
     finished = dict(val_loss=5.0, dtype="float32", seconds=[])
 
@@ -315,12 +321,12 @@ def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypa
     base, new = (Arm(name, tmp_path, [], dict(dtype="float32")) for name in ("base", "new"))
     trainer = Trainer(tmp_path, total=5)
     trainer.run(base, {"seed": 1})
-    compare.tune(new, "lr", [1.0, 2.0, 4.0], 1, trainer)
+    compare.tune(new, "lr", [1.0, 2.0], 1, trainer)
     lines = [line for line in capsys.readouterr().out.splitlines() if "training" in line]
     assert [line.partition(": training ")[0] for line in lines][:3] == [
         "run 2 of 5",
         "run 3 of 5, about 10 min left",
-        "run 4 of 5, about 7 min left",
+        "run 4 of 6, about 10 min left",
     ]
 
 
@@ -410,7 +416,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a: --val-every 0"], "nothing is measured"),
         (["a: --n-head 3"], "is not a multiple of n_head 3"),
         (["a:", "--seeds", "2", "--sweep", "learning_rate=1,2"], "1 more to tune"),
-        (["a:", "--sweep", "learning_rate=1"], "two values or more"),
+        (["a:", "--sweep", "learning_rate=1"], "values above 0"),
         (["a:", "--sweep", "shuffle=1,2"], "shuffle is no number"),
         (["a:", "--sweep", "learning_rate=1,x"], "convert string to float: 'x'"),
     ],

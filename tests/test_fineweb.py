@@ -379,6 +379,7 @@ def test_python_holds_out_whole_packages_with_all_their_words(tmp_path, here, mo
         "numpy/long.py": "too long " * 1000,
     }
     install(site, "numpy", numpy)
+    assert "no installed package is held out" in sentence(make, tmp_path / "none", "python")
     tqdm = {"tqdm/a.py": secret, "tqdm/b.py": "x = 1\n", "tqdm/tests/c.py": "a test"}
     install(site, "tqdm", tqdm | {"tqdm/d.py": "too long " * 400})
     (tmp_path / "mine.txt").write_text("mine")
