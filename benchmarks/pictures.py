@@ -14,7 +14,7 @@ from support.plots import plot_comparison, plot_run, plot_samples, save_picture
 PLOTS = {
     "cpu-*": (plot_benchmarks, [".png"]),
     "compare*/compare": (plot_comparison, [".png", ".svg"]),
-    "minutes": (plot_minutes, [".svg"]),
+    "minutes*": (plot_minutes, [".svg"]),
 }
 
 

@@ -27,7 +27,7 @@ DARK = "#58a6ff #f0883e #3fb98f #d67fc8 #e6edf3 #6e7681 #9198a1 #30363d #0d1117"
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
-TEXTS = {"tinyshakespeare": "Tiny Shakespeare", "python": "Python source"}
+TEXTS = dict(tinyshakespeare="Tiny Shakespeare", stdlib="Python's library", python="Python source")
 
 
 # -- figures and axes
@@ -258,7 +258,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
-    axis.set_title(title_of(run), pad=90)
+    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=90)
     return figure
 
 

@@ -71,14 +71,23 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     assert not [quote for quote in quotes if quote not in text]
 
 
-def test_the_readme_quotes_the_race_and_the_page_has_its_table():
-    summary = minutes.summarize(read_json("minutes.json"))
-    passed = {row["name"]: row["passed"] for row in reversed(summary)}  # of each side's best run
+def test_the_readme_quotes_the_races_and_the_page_has_their_tables():
+    shakespeare, library = (
+        minutes.summarize(read_json(name)) for name in ("minutes.json", "minutes-stdlib.json")
+    )
+    passed = {row["name"]: row["passed"] for row in shakespeare}
     alone, same = passed["nanoGPT, its README"], passed["nanoGPT, our tokens"]
-    quote = f"nanoGPT's last loss after {alone:.0f} seconds if nanoGPT runs with its README's"
+    ours, hf, theirs, _ = (row["bits"] for row in library)
+    quotes = [
+        f"nanoGPT's last loss after {alone:.0f} seconds if nanoGPT runs with its README's",
+        f"and after {same:.0f} seconds if it is compiled",
+        f"end in the same order, at {ours:.2f}, {hf:.2f} and {theirs:.2f} bits per byte",
+    ]
     text = " ".join(README.split())
-    assert quote in text and f"and after {same:.0f} seconds if it is compiled" in text
-    assert format_table(summary, minutes.COLUMNS) in PAGE
+    assert not [quote for quote in quotes if quote not in text]
+    assert [row["name"] for row in library] == [row["name"] for row in shakespeare]
+    for table in (shakespeare, library):
+        assert format_table(table, minutes.COLUMNS) in PAGE
 
 
 def test_the_page_about_resuming_quotes_kills_of_each_kind():

@@ -166,11 +166,12 @@ def test_a_cross_is_where_a_run_was_resumed(tmp_path):
 
 
 def test_samples_stand_above_the_curve_with_an_arrow_to_their_point(tmp_path):
-    run = write_run(tmp_path / "run", hella=False)  # 2 s a step
+    run = write_run(tmp_path / "run", hella=False, sample_prompt="so")  # 2 s a step
     [axis] = plots.plot_samples(run, [0.5, 1.3, 60]).axes
     texts = [text for text in axis.texts if "minutes" in text.get_text()]
     assert [text.xy[0] for text in texts] == [20, 40, 60], "the first after it, or the last"
     assert texts[0].get_text() == "1 minutes, step 20\n\nso <far> 20\n$"
+    assert axis.get_title("left").endswith("parameters, continuing 'so'")
     curve = next(line for line in axis.lines if line.get_color() == plots.BLUE)
     for text in texts[1:]:
         assert text.xy[1] == pytest.approx(np.interp(text.xy[0], *curve.get_data()), abs=0.01)
@@ -212,7 +213,7 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     runs = read_runs(str(tmp_path / "*"))
     stdlib, shakespeare = plots.plot_by_text(plots.draw_loss, runs).axes
     assert (stdlib.get_title("left"), shakespeare.get_title("left")) == (
-        "stdlib",
+        "Python's library",
         "Tiny Shakespeare",
     )
     assert labels(stdlib) == ["a 3.317", "c 3.317"]
