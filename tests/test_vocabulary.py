@@ -126,9 +126,10 @@ def test_tiny_shakespeare_has_nanogpts_split(tmp_path):
 
 def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(text, "DISTINCT_WORDS", 500)
-    (tmp_path / "a.txt").write_text(JAPANESE)
-    monkeypatch.setattr(text, "STRETCH", 4000)
-    make(tmp_path / "own", tmp_path / "a.txt", vocab_size=300)
+    for name in ("a.txt", "b.txt", "c.txt"):
+        (tmp_path / name).write_text(JAPANESE)
+    files = list(text.find_local(str(tmp_path / "*.txt"), "text"))
+    assert list(text.read_for_vocabulary(files)) == [JAPANESE], "one has more than 500 bytes"
     assert "vocabulary: trained on the first 0 MB, because their words" in capsys.readouterr().err
 
 
