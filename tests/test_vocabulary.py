@@ -60,9 +60,10 @@ def documents(tmp_path) -> Path:
 # -- the split
 
 
-def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(tmp_path):
+def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(monkeypatch, tmp_path):
+    monkeypatch.setattr(text, "STRETCH", 1000)  # what is held out ends in one of the later ones
     planted = "zyxomma "
-    lines = [planted * 40 if n < 25 else f"line {n} of a long text\n" for n in range(2000)]
+    lines = [f"{planted * 40 if n < 25 else f'line {n} of a long text'}\n" for n in range(9000)]
     (tmp_path / "a.txt").write_text("".join(lines))
     for name, options in (
         ("300", dict(vocab_size=300)),
