@@ -171,12 +171,18 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     path = Path(name)
     path = path / FILE if path.is_dir() else path
     with reading(path):
-        return parse(path.read_text("utf-8"))
+        tokenizer = parse(path.read_text("utf-8"))
+    if not tokenizer:
+        raise UserError(
+            f"{path} is of another kind than byte-level BPE like GPT-2's, with {END} as its last "
+            "token: fineweb.py --vocab-size trains one"
+        )
+    return tokenizer
 
 
 @lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take a second
-def parse(content: str) -> Tokenizer:
-    """The tokenizer of a tokenizer.json. Raises ValueError if its ranks do not decide alone."""
+def parse(content: str) -> Tokenizer | None:
+    """The tokenizer of a tokenizer.json. None: it is of another kind, its ranks do not decide."""
     if content == gpt2().json:
         return gpt2()
     json.loads(content)  # a damaged one is not of another kind
@@ -185,10 +191,7 @@ def parse(content: str) -> Tokenizer:
         tokenizer = from_merges(vocabulary, merges)
         if [*others, vocabulary, merges] == what_decides(tokenizer.json):
             return gpt2() if tokenizer.ranks == gpt2().ranks else tokenizer
-    raise ValueError(
-        f"it is of another kind than byte-level BPE like GPT-2's, with {END} as its last token; "
-        "fineweb.py --vocab-size trains one"
-    )
+    return None
 
 
 def what_decides(content: str) -> list:

@@ -173,6 +173,17 @@ def change(*path, to):
     return apply
 
 
+def merge_otherwise(merges: list) -> list:
+    """One token is merged of two others than by its ranks: ("t", "he") instead of ("th", "e")."""
+    words = {first + second for first, second in merges} | set("".join(map("".join, merges)))
+    for i, (first, second) in enumerate(merges):
+        word = first + second
+        for k in {*range(1, len(word))} - {len(first)}:
+            if {word[:k], word[k:]} <= words:
+                return [*merges[:i], [word[:k], word[k:]], *merges[i + 1 :]]
+    raise AssertionError("no token has two ways")
+
+
 @pytest.mark.parametrize(
     "apply",
     [
@@ -181,6 +192,7 @@ def change(*path, to):
         change("pre_tokenizer", "add_prefix_space", to=True),
         change("added_tokens", 0, "content", to="<s>"),
         change("model", "merges", to=lambda merges: merges[::-1]),
+        change("model", "merges", to=merge_otherwise),
         change("model", "vocab", to=lambda vocab: {f"▁{word}": n for word, n in vocab.items()}),
         change("model", "vocab", to=lambda vocab: {**vocab, "<|endoftext|>": 0, "!": 599}),
         change("model", to={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
@@ -192,7 +204,7 @@ def test_another_kind_of_tokenizer_is_refused_in_a_sentence(tmp_path, apply):
     apply(content)
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(content))
-    sentence = r"tokenizer.json cannot be read \(ValueError: it is of another kind.* --vocab-size"
+    sentence = r"tokenizer.json is of another kind.*: fineweb.py --vocab-size"
     with pytest.raises(UserError, match=sentence):
         read_tokenizer(path)
 
