@@ -154,7 +154,8 @@ def test_a_tokenizer_json_is_known_by_its_ranks_however_it_is_written(tmp_path, 
     content["pre_tokenizer"]["trim_offsets"] = True
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=1))
-    assert tokenizer_in(tmp_path).sha256 == vocabulary.sha256
+    found = tokenizer_in(tmp_path)
+    assert found.sha256 == vocabulary.sha256 and str(found) == str(vocabulary)
     (tmp_path / "vocab.json").write_text(json.dumps(content["model"]["vocab"]))
     (tmp_path / "tokenizer.json").unlink()
     if vocabulary is gpt2():

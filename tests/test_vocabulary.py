@@ -159,8 +159,35 @@ def test_a_vocabulary_is_made_once_and_a_folder_with_another_one_is_refused(docu
     make(tmp_path / "copy", documents, tokenizer=str(folder))
     assert (tmp_path / "copy" / "tokenizer.json").read_text() == came.json
     assert [*map(list, shards_of(tmp_path / "copy"))] == [*map(list, shards_of(folder))]
+    own = str(tmp_path / "copy" / "tokenizer.json")  # the same one has another path
+    assert "nothing to do" in make(tmp_path / "copy", documents, tokenizer=own)
     make(folder, documents, overwrite=True)
     assert not (folder / "tokenizer.json").exists() and tokenizer_of_data(folder) is gpt2()
+
+
+def test_a_file_that_grows_after_an_interruption_keeps_its_split(monkeypatch, tmp_path):
+    texts = [f"Document {n}: {'the same words again ' * 9}" for n in range(3000)]
+    lines = [json.dumps({"text": text}) + "\n" for text in texts]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(lines[:300]))
+    save = fineweb.save_shard
+
+    def save_two(folder, manifest, *others):
+        if len(manifest["shards"]) == 2:
+            raise UserError("interrupted")
+        save(folder, manifest, *others)
+
+    monkeypatch.setattr(text, "BATCH_DOCUMENTS", 10)
+    monkeypatch.setattr(fineweb, "save_shard", save_two)
+    options = dict(vocab_size=300, shard_size=1500)
+    with pytest.raises(UserError, match="interrupted"):
+        make(tmp_path / "own", path, **options)
+    monkeypatch.setattr(fineweb, "save_shard", save)
+    path.write_text("".join(lines))
+    make(tmp_path / "own", path, **options)
+    decode = tokenizer_of_data(tmp_path / "own").encoding.decode
+    read = decode(np.concatenate(shards_of(tmp_path / "own")).tolist())
+    assert read == "".join(f"<|endoftext|>{text}" for text in texts), "no text is lost"
 
 
 def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_path):
