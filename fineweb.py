@@ -354,7 +354,7 @@ def write_shards(
 
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     begin = manifest["cursor"]
-    for name in (f"{config.name}_*.npy", MANIFEST, FILE):
+    for name in (f"{glob.escape(config.name)}_*.npy", MANIFEST, FILE):
         for path in folder.glob(f".{name}.*.tmp"):
             path.unlink()  # a killed process left it
     # the first begin["token"] tokens of the stream are written already

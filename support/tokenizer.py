@@ -182,7 +182,7 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
 
 @lru_cache(maxsize=4)  # data, loaders and a checkpoint share it; 65,536 merges take a second
 def parse(content: str) -> Tokenizer | None:
-    """The tokenizer of a tokenizer.json. None: it is of another kind, its ranks do not decide."""
+    """The tokenizer of a tokenizer.json. None if its ranks alone do not decide."""
     if content == gpt2().json:
         return gpt2()
     json.loads(content)  # a damaged one is not of another kind
