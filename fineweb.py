@@ -306,7 +306,7 @@ def make_shards(config: Config, folder: Path) -> str:
         raise UserError(f"another process is writing to {folder}: wait for it") from None
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
-    counts = ", ".join(f"{n:,} {name}" for name, n in manifest["counts"].items() if n)
+    counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)
     first = Shard(folder / manifest["shards"][0]["name"])
     num_bytes = sum(tokenizer.sizes[tokens].sum() for tokens in first.read_all())
     size = num_bytes / first.num_tokens

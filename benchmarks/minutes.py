@@ -7,7 +7,8 @@ On the CPU, nanoGPT, transformers and this repository train on one text, each in
 own. First they take turns with short runs, because the machine's speed changes: the medians say how
 long compiling and an update take, and how many updates fit the time. So the clock of a run starts
 with its first update, and does not depend on what the machine did meanwhile. Scores are in bits per
-byte of all held-out text, because the sides' tokens differ. To continue, repeat the command.
+byte of all held-out text, because the sides' tokens differ. The rate that is best with the first
+seed is trained with the others, too, and counts by the mean. To continue, repeat the command.
 """
 
 import json
@@ -40,11 +41,12 @@ TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of wa
 TURNS = 3  # short runs of each side
 SCORES = 16  # of a long run
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
+SEEDS = (1337, 1338, 1339)
 OURS = "this repository"
 HF = "transformers, our tokens"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
 LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
-# {name: the function that trains with some updates at a learning rate, the rates to try}
+# {name: the function that trains with some updates at a learning rate and a seed, rates to try}
 Sides = dict[str, tuple[Callable, tuple]]
 # nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
 MACBOOK = """config/train_shakespeare_char.py --compile=False --block_size=64 --batch_size=12
@@ -111,7 +113,7 @@ def find_paces(sides: Sides) -> dict[str, list[float]]:
     paces: dict[str, list] = {name: [] for name in sides}
     for _ in range(TURNS):
         for name, (train, rates) in sides.items():
-            paces[name].append(pace(in_new_process(train, TRIAL, rates[0], 2)))
+            paces[name].append(pace(in_new_process(train, TRIAL, rates[0], SEEDS[0], 2)))
             say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
     return {name: np.median(paces[name], axis=0).tolist() for name in sides}
 
@@ -127,23 +129,35 @@ def race(config: MinutesConfig, command: str) -> dict:
         if "paces" not in result:
             result["paces"] = find_paces(sides)
             write_whole(record, json.dumps(result, indent=1).encode())
-        runs = [(name, rate) for name, (_, rates) in sides.items() for rate in rates]
-        for name, rate in runs[len(result["runs"]) :]:
+        while missing := find_missing(sides, result["runs"]):
+            name, rate, seed = missing
             update, start = result["paces"][name]
             fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
-            scores = in_new_process(sides[name][0], fit, rate, SCORES)
+            scores = in_new_process(sides[name][0], fit, rate, seed, SCORES)
             points = [(n, start + n * update, bits) for n, _, bits in scores]
-            result["runs"].append(dict(name=name, rate=rate, points=points))
+            result["runs"].append(dict(name=name, rate=rate, seed=seed, points=points))
             write_whole(record, json.dumps(result, indent=1).encode())
             plots.save_picture(plot_minutes(result), record.with_suffix(".png"))
     return result
 
 
-def in_new_process(train: Callable, updates: int, rate: float, scores: int) -> list[peers.Point]:
+def find_missing(sides: Sides, runs: list[dict]) -> tuple[str, float, int] | None:
+    """The name, rate and seed of the next run; None if there are all."""
+    ends = {(run["name"], run["rate"], run["seed"]): run["points"][-1][2] for run in runs}
+    for seed in SEEDS:
+        for name, (_, rates) in sides.items():
+            by_score = sorted(rates, key=lambda rate: ends.get((name, rate, SEEDS[0]), 0))
+            for rate in rates if seed == SEEDS[0] else by_score[:1]:
+                if (name, rate, seed) not in ends:
+                    return name, rate, seed
+    return None
+
+
+def in_new_process(train: Callable, *arguments: float) -> list[peers.Point]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
         with get_context("spawn").Pool(1) as pool:
-            return pool.apply(train, (updates, rate, scores))
+            return pool.apply(train, arguments)
 
 
 # -- the report
@@ -156,29 +170,37 @@ COLUMNS = {  # heading and format
     "start": ("compiling s", ".0f"),
     "seconds": ("seconds", ".0f"),
     "bits": ("bits per byte", ".3f"),
+    "by_seed": ("by seed", ""),
     "others": ("at other rates", ""),
     "passed": ("we reach it after s", ".0f"),
 }
 
 
 def summarize(result: dict) -> list[dict]:
-    """A row for the best run of each side, the lowest last score first."""
-    runs = sorted(result["runs"], key=lambda run: run["points"][-1][2])
-    ours = next(run["points"] for run in runs if run["name"] == OURS)
+    """A row for the best rate of each side, with means of its seeds; the lowest loss first."""
     rows = []
-    for name in dict.fromkeys(run["name"] for run in runs):
-        best, *worse = [run for run in runs if run["name"] == name]
-        update, start = pace(best["points"])
-        updates, seconds, bits = best["points"][-1]
+    for name in dict.fromkeys(run["name"] for run in result["runs"]):
+        own = [run for run in result["runs"] if run["name"] == name]
+        tuning = [run for run in own if run["seed"] == SEEDS[0]]
+        best, *worse = sorted(tuning, key=lambda run: run["points"][-1][2])
+        curves = np.array([run["points"] for run in own if run["rate"] == best["rate"]])
+        points = curves.mean(0).tolist()
+        updates, seconds, bits = points[-1]
+        update, start = pace(points)
+        by_seed = ", ".join(f"{bits:.3f}" for bits in curves[:, -1, 2])
         others = ", ".join(f"{run['rate']:g}: {run['points'][-1][2]:.3f}" for run in worse)
-        passed = min((s for _, s, lower in ours if lower <= bits), default=None)
-        row = dict(updates=updates, ms=1000 * update, start=start, seconds=seconds, bits=bits)
-        rows.append(best | row | dict(others=others, passed=passed))
-    return rows
+        row = dict(updates=int(updates), ms=1000 * update, start=start, seconds=seconds, bits=bits)
+        row |= dict(name=name, rate=best["rate"], by_seed=by_seed, others=others)
+        rows.append(row | dict(points=points, lowest=curves.min(0), highest=curves.max(0)))
+    ours = next(row["points"] for row in rows if row["name"] == OURS)
+    for row in rows:
+        row["passed"] = min((s for _, s, bits in ours if bits <= row["bits"]), default=None)
+    return sorted(rows, key=lambda row: row["bits"])
 
 
 def plot_minutes(result: dict) -> Any:
-    """Bits per byte by minutes: a line for the best run of each side. Bars: its compilation."""
+    """Bits per byte by minutes, a line for each side: the mean and range of its seeds at its best
+    rate. Bars: its compilation."""
     figure, [axis] = plots.new_figure(1, 1)
     data = Path(result["config"]["data_dir"]).name
     plots.draw_levels(axis, LEVELS.get(data, {}))
@@ -190,6 +212,8 @@ def plot_minutes(result: dict) -> Any:
         scores = [bits for *_, bits in row["points"]]
         style = dict(color=colors[row["name"]], clip_on=False)
         axis.plot(minutes, scores, "o-", ms=3, label=f"{row['name']} {row['bits']:.3f}", **style)
+        band = (row["lowest"][:, 2], row["highest"][:, 2])
+        axis.fill_between(minutes, *band, alpha=0.25, linewidth=0, **style)
         foot = dict(transform=axis.get_xaxis_transform(), linewidth=3, solid_capstyle="butt")
         axis.plot([0, row["start"] / 60], [0.02 + 0.025 * i] * 2, **foot, **style)
     best: dict[str, float] = {}

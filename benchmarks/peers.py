@@ -237,7 +237,7 @@ def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> flo
 
 
 def train_nanogpt(
-    peer: Path, settings: str, folder: Path, updates: int, rate: float, scores: int
+    peer: Path, settings: str, folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
     """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
 
@@ -247,6 +247,7 @@ def train_nanogpt(
     clock = Clock()
     theirs = import_nanogpt(peer)
     their_train = nn.Module.train
+    set_seed = torch.manual_seed
 
     def train(module: nn.Module, mode: bool = True) -> nn.Module:
         clock.go() if mode else clock.stop()
@@ -269,19 +270,20 @@ def train_nanogpt(
     os.chdir(peer)
     nn.Module.train = train  # type: ignore
     torch.save = save  # type: ignore
+    torch.manual_seed = lambda _: set_seed(seed)  # type: ignore
     runpy.run_path("train.py", run_name="__main__")
     return points
 
 
 def train_transformers(
-    recipe: TrainConfig, folder: Path, updates: int, rate: float, scores: int
+    recipe: TrainConfig, folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
     """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
     T = recipe.sequence_length
     B = recipe.total_batch_size // T
-    loader = DataLoaderLite(recipe.data_dir, "train", B, T, shuffle=True)
+    loader = DataLoaderLite(recipe.data_dir, "train", B, T, shuffle=True, seed=seed)
     size = dict(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd)
-    torch.manual_seed(recipe.seed)
+    torch.manual_seed(seed)
     model = make_transformers_model(size | dict(vocab_size=loader.vocab_size), T)
     params = list(model.parameters())
     adamw = torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -307,11 +309,13 @@ def train_transformers(
     return points
 
 
-def train_here(flags: list[str], folder: Path, updates: int, _rate: float, scores: int) -> list:
+def train_here(
+    flags: list[str], folder: Path, updates: int, _rate: float, seed: int, scores: int
+) -> list:
     """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
     off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
     every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"
-    where = f"--device cpu --overwrite --log-dir {folder}/log"
+    where = f"--device cpu --overwrite --log-dir {folder}/log --seed {seed}"
     command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {where}".split()]
     subprocess.run(command, check=True)
     run = read_run(folder / "log")

@@ -309,7 +309,7 @@ def plot_comparison(result: dict[str, Any]) -> Any:
     differences.margins(x=0.1, y=0.3)
     differences.invert_yaxis()
     differences.set_title("Each seed, mean and 95% interval")
-    differences.set_xlabel(f"final {measure} minus that of {names[0]}")
+    label_x(differences, f"final {measure} minus that of {names[0]}")
     return figure
 
 

@@ -417,7 +417,7 @@ def test_benchmark_texts_are_left_out_and_counted(tmp_path):
     (tmp_path / "hellaswag.jsonl").write_text(json.dumps(example) + "\n")
     options = ["--decontaminate", "--hellaswag-path", tmp_path / "hellaswag.jsonl"]
     done = run("--source", source, "--data-dir", tmp_path / "out", "--shard-size", 9000, *options)
-    assert "(302 documents, 1 contaminated, 1 cuts)" in done.stdout
+    assert "(documents: 302, contaminated: 1, cuts: 1)" in done.stdout
     texts[300:301] = [(padding[0] + " ")[:-200], (" " + padding[1])[200:]]
     assert texts_in(tokens_in(tmp_path / "out")) == texts
 

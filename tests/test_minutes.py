@@ -49,6 +49,7 @@ exec(open("configurator.py").read())
 meta = pickle.load(open(os.path.join("data", dataset, "meta.pkl"), "rb"))
 assert len(np.memmap(os.path.join("data", dataset, "train.bin"), np.uint16))
 args = dict(block_size=8, vocab_size=meta["vocab_size"])
+torch.manual_seed(1337)
 model = GPT(GPTConfig(**args))
 for i in range(max_iters + 1):
     if i % eval_interval == 0:
@@ -94,10 +95,13 @@ def test_nanogpts_own_script_trains_and_its_clock_stops_while_it_evaluates(
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(torch, "save", None)
+    seeds = []
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
     monkeypatch.setattr(nn.Module, "train", nn.Module.train)
     monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
     monkeypatch.chdir(tmp_path)
-    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3, 16)
+    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3, 7, 16)
+    assert seeds == [7]
     assert [step for step, *_ in points] == list(range(2, 33, 2))
     assert [seconds for _, seconds, _ in points] == [4.0 * i for i in range(1, 17)]
     tokens = np.fromfile(folder / "val.bin", np.uint16)[1:193]  # 24 sequences of 8
@@ -123,20 +127,21 @@ def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
     flags = f"{sizes} {rest}".split()
     recipe, _ = parse_command_line(flags)
     for train in (partial(peers.train_here, flags), partial(peers.train_transformers, recipe)):
-        points = train(folder, 32, 0.01, 16)
+        points, others = [train(folder, 32, 0.01, seed, 16) for seed in (1, 2)]
         steps, seconds, bits = zip(*points, strict=True)
+        assert bits[0] != others[0][2], "another seed"
         assert list(steps) == list(range(2, 33, 2))
         assert list(seconds) == sorted(seconds) and seconds[0] > 0
         assert bits[-1] < bits[0]
 
 
-def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
+def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean_of_its_seeds(
     shards, peer, monkeypatch, tmp_path
 ):
     turns = []
 
-    def run(train, updates, rate, scores):
-        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate.
+    def run(train, updates, rate, seed, scores):
+        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate and 1337.
 
         The machine is slow in the first turn, and while the long runs are made.
         """
@@ -144,6 +149,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
         turns.append(name)
         update = 0.25 if 4 < len(turns) <= 12 else 1.0
         worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
+        worse += (seed - 1337) / 10
         every = updates // scores
         steps = range(every, updates + 1, every)
         return [(step, 10 + step * update, 4 - step / updates + worse) for step in steps]
@@ -154,6 +160,10 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["command"].startswith("python -m benchmarks.minutes --peer ")
     assert turns[:4] == turns[4:8] == turns[8:12] and len(set(turns[:4])) == 3, "in turn"
+    runs = [(run["name"], run["rate"], run["seed"]) for run in result["runs"]]
+    best = [8e-3, 2e-3, 1e-3, 2e-3]  # of the sides, in the order of their first turns
+    pairs = list(zip(result["paces"], best, strict=True))
+    assert runs[8:] == [(*pair, seed) for seed in (1338, 1339) for pair in pairs]
     assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
     rows = minutes.summarize(result)
     names = [row["name"] for row in rows]
@@ -164,13 +174,16 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn(
     others = [row["others"] for row in rows if "our tokens" in row["name"]]
     assert rows[1]["rate"] == 2e-3 and others == ["0.001: 4.001, 0.004: 4.002"] * 2
     assert rows[1]["passed"] == 13.0, "at the first score"
+    assert rows[0]["by_seed"] == "3.000, 3.100, 3.200"
     assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
     [axis] = minutes.plot_minutes(result).axes
     assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 4
-    assert axis.get_xlim() == (0, 58 / 60)
+    low, high = axis.collections[0].get_datalim(axis.transData).intervaly
+    assert (low, high) == pytest.approx((3.0, 4.1375)), "its best seed's end, its worst one's start"
+    assert axis.get_xlim() == pytest.approx((0, 58 / 60))
     title, _, others = axis.get_title("left").partition(", ")
-    assert title == "Bits per byte after 1 minutes: this repository 3.00"
-    assert sorted(others.split(", ")) == ["nanoGPT 4.00", "transformers 4.00"], "its best run"
+    assert title == "Bits per byte after 1 minutes: this repository 3.10"
+    assert sorted(others.split(", ")) == ["nanoGPT 4.10", "transformers 4.10"], "its best run"
     assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
