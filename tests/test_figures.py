@@ -78,9 +78,9 @@ def test_the_readme_quotes_the_races_and_the_page_has_their_tables():
     passed = {row["name"]: f"{row['passed']:.0f}" for row in shakespeare}
     ours, hf, theirs, alone = (f"{row['bits']:.2f}" for row in library)
     quotes = [
-        f"(characters, not compiled) after {passed['nanoGPT, its README']} seconds, that of "
-        f"nanoGPT with our sizes and tokens, compiled, after {passed['nanoGPT, our tokens']}, and "
-        f"that of `transformers` with these after {passed['transformers, our tokens']}.",
+        f"(characters, not compiled) after {passed['nanoGPT, its README']} seconds, of nanoGPT "
+        f"with our sizes and tokens (compiled) after {passed['nanoGPT, our tokens']}, and of "
+        f"`transformers` after {passed['transformers, our tokens']}.",
         f"end in the same order, at {ours}, {hf}, {theirs} and {alone} bits per byte",
     ]
     text = " ".join(README.split())
