@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of wa
 TURNS = 3  # short runs of each side
 SCORES = 16  # of a long run
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
-SEEDS = (1337, 1338, 1339)
+SEEDS = (1337, 1338, 1339)  # the first one chooses the rate
 OURS = "this repository"
 HF = "transformers, our tokens"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
@@ -143,14 +144,17 @@ def race(config: MinutesConfig, command: str) -> dict:
 
 def find_missing(sides: Sides, runs: list[dict]) -> tuple[str, float, int] | None:
     """The name, rate and seed of the next run; None if there are all."""
-    ends = {(run["name"], run["rate"], run["seed"]): run["points"][-1][2] for run in runs}
-    for seed in SEEDS:
-        for name, (_, rates) in sides.items():
-            by_score = sorted(rates, key=lambda rate: ends.get((name, rate, SEEDS[0]), 0))
-            for rate in rates if seed == SEEDS[0] else by_score[:1]:
-                if (name, rate, seed) not in ends:
-                    return name, rate, seed
-    return None
+    done = [(run["name"], run["rate"], run["seed"]) for run in runs]
+    tuning = ((name, rate, SEEDS[0]) for name, (_, rates) in sides.items() for rate in rates)
+    # asked only when all of the tuning is done
+    judging = ((name, tried(runs, name)[0]["rate"], seed) for seed in SEEDS[1:] for name in sides)
+    return next((run for run in chain(tuning, judging) if run not in done), None)
+
+
+def tried(runs: list[dict], name: str) -> list[dict]:
+    """A side's runs with the first seed, the best rate first."""
+    own = [run for run in runs if run["name"] == name and run["seed"] == SEEDS[0]]
+    return sorted(own, key=lambda run: run["points"][-1][2])
 
 
 def in_new_process(train: Callable, *arguments: float) -> list[peers.Point]:
@@ -180,18 +184,19 @@ def summarize(result: dict) -> list[dict]:
     """A row for the best rate of each side, with means of its seeds; the lowest loss first."""
     rows = []
     for name in dict.fromkeys(run["name"] for run in result["runs"]):
-        own = [run for run in result["runs"] if run["name"] == name]
-        tuning = [run for run in own if run["seed"] == SEEDS[0]]
-        best, *worse = sorted(tuning, key=lambda run: run["points"][-1][2])
-        curves = np.array([run["points"] for run in own if run["rate"] == best["rate"]])
-        points = curves.mean(0).tolist()
+        best, *worse = tried(result["runs"], name)
+        side = (name, best["rate"])
+        seeds = [run for run in result["runs"] if (run["name"], run["rate"]) == side]
+        curves = np.array([run["points"] for run in seeds])  # (seeds, scores, 3)
+        points = curves.mean(0)
         updates, seconds, bits = points[-1]
         update, start = pace(points)
         by_seed = ", ".join(f"{bits:.3f}" for bits in curves[:, -1, 2])
         others = ", ".join(f"{run['rate']:g}: {run['points'][-1][2]:.3f}" for run in worse)
         row = dict(updates=int(updates), ms=1000 * update, start=start, seconds=seconds, bits=bits)
-        row |= dict(name=name, rate=best["rate"], by_seed=by_seed, others=others)
-        rows.append(row | dict(points=points, lowest=curves.min(0), highest=curves.max(0)))
+        row |= dict(by_seed=by_seed, others=others, points=points)
+        row["range"] = (curves[:, :, 2].min(0), curves[:, :, 2].max(0))
+        rows.append(best | row)
     ours = next(row["points"] for row in rows if row["name"] == OURS)
     for row in rows:
         row["passed"] = min((s for _, s, bits in ours if bits <= row["bits"]), default=None)
@@ -208,12 +213,11 @@ def plot_minutes(result: dict) -> Any:
     colors = dict(zip(names, plots.COLORS, strict=False))
     summary = summarize(result)
     for i, row in enumerate(summary):
-        minutes = [seconds / 60 for _, seconds, _ in row["points"]]
-        scores = [bits for *_, bits in row["points"]]
+        _, seconds, scores = row["points"].T
         style = dict(color=colors[row["name"]], clip_on=False)
-        axis.plot(minutes, scores, "o-", ms=3, label=f"{row['name']} {row['bits']:.3f}", **style)
-        band = (row["lowest"][:, 2], row["highest"][:, 2])
-        axis.fill_between(minutes, *band, alpha=0.25, linewidth=0, **style)
+        label = f"{row['name']} {row['bits']:.3f}"
+        axis.plot(seconds / 60, scores, "o-", ms=3, label=label, **style)
+        axis.fill_between(seconds / 60, *row["range"], alpha=0.25, linewidth=0, **style)
         foot = dict(transform=axis.get_xaxis_transform(), linewidth=3, solid_capstyle="butt")
         axis.plot([0, row["start"] / 60], [0.02 + 0.025 * i] * 2, **foot, **style)
     best: dict[str, float] = {}
