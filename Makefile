@@ -90,11 +90,9 @@ gpu-run:
 	step 5 same_weights cmp $$left/whole/ckpt_000020/model.safetensors $$left/cut/ckpt_000020/model.safetensors; \
 	finish
 
-# The sweep begins with the largest micro-batch. It ends after three, because its time does.
 gpu-speed:
 	@. tests/gpu.sh; \
-	ENOUGH='"B 32"' step 165 sweep $(PY) bench.py --out $$left/sweep --sweep batch $(SIZE); \
-	step 205 ladder $(PY) bench.py --out $$left/ladder $(SIZE); \
+	step 375 ladder $(PY) bench.py --out $$left/ladder $(SIZE); \
 	step 125 against $(PY) bench.py --out $$left/against --against hf $(SIZE); \
 	finish
 

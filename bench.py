@@ -1,6 +1,7 @@
 """The scoreboard: how fast is a training step here, and how far is that from the hardware's limit?
 
-python bench.py                            each technique added in turn, up to what training uses
+python bench.py                            each technique added in turn, up to what training uses;
+                                           then larger micro-batches and more processes
 python bench.py --against hf --generate    other comparisons, see --help
 """
 
@@ -17,14 +18,14 @@ import torch
 
 from benchmarks import peers
 from benchmarks.measure import Side, measure
+from benchmarks.tables import format_table
 from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
 from support.common import Count, CountOrZero, parse_flags, run_script, write_whole
 from support.compile import why_not_compile
 from support.device import peak_flops, pick_device, pick_dtype
-from support.distributed import World
-from support.plots import BLACK, BLUE, PALE, new_figure, save_picture
+from support.distributed import start_world
 from support.report import describe_run
 
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
@@ -37,15 +38,13 @@ class BenchConfig:
     # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with the clone in --peer
     against: Literal["", "hf", "nanogpt"] = ""
     peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
-    sweep: Literal["", "batch"] = ""  # batch: try micro-batches of 1, 2, 4, … up to --max-batch
-    scaling: bool = False  # train on 1, 2, 4, 8 processes, one per GPU (a CPU is shared)
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
     sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
-    max_batch: CountOrZero = 0  # the largest micro-batch of --sweep; 0 = 16 on a CPU, 128 on a GPU
+    max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 16 on a CPU, 128 on a GPU
     rounds: Count = 3  # how often each side is measured, in alternation
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
@@ -53,7 +52,7 @@ class BenchConfig:
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = "log/bench"  # write the results to OUT.json, and ratios also to OUT.png
+    out: str = "log/bench"  # write the results to OUT.json
 
 
 class Machine:
@@ -125,18 +124,36 @@ TECHNIQUES = {  # of the ladder: the option of `training` that each changes, and
 def climb_ladder(m: Machine) -> Iterator[dict]:
     """Each technique on top of those before it, from a plain step to what training does here.
 
+    Larger micro-batches follow, until one fails, then more processes with the largest that fits.
+    """
+    rows: list[dict] = []
+    for row in m.measure(find_rungs(m, rows), chain=True):
+        rows.append(row)
+        yield row
+
+
+def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
+    """The sides of the ladder. rows: those so far, which say whether a micro-batch fits.
+
     A technique that training does not use on this machine is left out.
     """
     used = m.step("").options
     options: dict = dict(TECHNIQUES.values())
-    rungs = [m.step("float32, eager", **options)]
+    yield m.step("float32, eager", **options)
     for name, (option, plain) in TECHNIQUES.items():
         if used[option] != plain:
             options[option] = used[option]
-            rungs.append(m.step(name, **options))
-    more = m.config.batch_size * (2 if m.on_cpu else 4)
-    rungs.append(m.step(f"+ micro-batch of {more}", B=more))
-    return m.measure(rungs, chain=True)
+            yield m.step(name, **options)
+    B = m.config.batch_size
+    while 2 * B <= m.config.max_batch:
+        yield m.step(f"+ micro-batch of {2 * B}", B=2 * B)
+        if "error" in rows[-1]:
+            break
+        B *= 2
+    most = (os.cpu_count() or 1) if m.on_cpu else torch.accelerator.device_count()
+    for n in (2, 4, 8):  # one on each GPU; a CPU is shared
+        if n <= most:
+            yield m.step(f"{n} processes", n, B=B)
 
 
 def compare_peer(m: Machine) -> Iterator[dict]:
@@ -149,19 +166,6 @@ def compare_peer(m: Machine) -> Iterator[dict]:
     if m.compile:
         compared.insert(0, m.step(f"{name}, compiled", **options))
     return m.measure(compared)
-
-
-def sweep_batch_sizes(m: Machine) -> Iterator[dict]:
-    """Micro-batches of …, 4, 2, 1: the large ones first, because they matter if time runs out."""
-    for i in reversed(range(m.config.max_batch.bit_length())):
-        yield from m.measure([m.step(f"B {2**i}", B=2**i)])
-
-
-def scale_processes(m: Machine) -> Iterator[dict]:
-    """The same micro-batch on each of 1, 2, 4, 8 processes, gradients averaged as in training."""
-    most = torch.cuda.device_count() if m.on_gpu else os.cpu_count() or 1
-    several = [m.step(f"{n} processes", n) for n in (2, 4, 8) if n <= most]
-    return m.measure([m.step("1 process"), *several])
 
 
 def compare_generation(m: Machine) -> Iterator[dict]:
@@ -190,22 +194,19 @@ def compare_scoring(m: Machine) -> Iterator[dict]:
 
 
 BENCHMARKS = {  # flag: what it runs, and its title
-    "ladder": (climb_ladder, "A step of {B} × {T:,} tokens, each technique added to the last"),
-    "against": (compare_peer, "A step of {B} × {T:,} tokens, beside {peer}"),
-    "sweep": (sweep_batch_sizes, "A step of B × {T:,} tokens"),
-    "scaling": (scale_processes, "A step of {B} × {T:,} tokens on each of several processes"),
+    "ladder": (climb_ladder, "A training step, each technique added to the last"),
+    "against": (compare_peer, "A training step, beside another program's"),
     "generate": (compare_generation, "Generation of 128 tokens"),
     "hellaswag": (compare_scoring, "Scoring HellaSwag"),
 }
 
-TABLES = ("sweep", "scaling")  # they have no picture
-
 
 def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
-    """Runs the comparisons that are asked for. OUT.json and OUT.png always hold all rows so far."""
+    """Runs the comparisons that are asked for. OUT.json always holds all rows so far."""
     m = Machine(config)
     command = shlex.join(["python", "bench.py", *args])
-    result = describe_run(m.config, World(config.device), m.dtype, m.config.batch_size, command)
+    world = start_world(config.device)
+    result = describe_run(m.config, world, m.dtype, m.config.batch_size, command)
     result |= dict(why=m.why, peak=(m.peak, m.peak_source), benchmarks={})
     asked = [name for name in BENCHMARKS if getattr(config, name, False)]
     for name in asked or ["ladder"]:
@@ -216,28 +217,14 @@ def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
             rows.append(row)
             record = json.dumps(result, indent=1)
             write_whole(Path(f"{config.out}.json"), record.encode())
-            if figure := plot_benchmarks(result):
-                save_picture(figure, Path(f"{config.out}.png"))
     return result
 
 
 # -- the report
 
-COLUMNS = {  # of a table, where a row has them: heading and format
-    "name": ("", ""),
-    "median": ("", ",.1f"),
-    "ms": ("ms", ",.1f"),
-    "beside": ("base beside it", ",.1f"),
-    "ratio": ("× base", ""),
-    "MFU": ("MFU", ".1%"),
-    "memory_gb": ("peak GB", ".2f"),
-    "start_s": ("start s", ".1f"),
-    "loss": ("first loss", ".4f"),
-    "right": ("right", ".0f"),
-    "error": ("failed", ""),
-}
 HEAD = """
 {config[model]} on {device[name]}, {device[threads]} threads, revision {git}
+a step: {config[batch_size]} × {config[sequence_length]:,} tokens, unless a row says otherwise
 training uses {dtype} here ({why})
 peak: {tflops:,.2f} TFLOP/s, {peak[1]}
 MFU: the fraction of this peak that is reached
@@ -246,107 +233,13 @@ start: seconds from starting a process to the end of its first run, compilation 
 first loss: equal only for models of one kind and micro-batch, which draw the same weights"""
 
 
-def title_of(benchmark: str, result: dict) -> str:
-    _, title = BENCHMARKS[benchmark]
-    config = result["config"]
-    peer = dict(hf="transformers", nanogpt="nanoGPT").get(config["against"])
-    return title.format(B=config["batch_size"], T=config["sequence_length"], peer=peer)
-
-
-def verdict(row: dict) -> str:
-    """What the range of a row's ratios shows. One turn alone has none."""
-    low = row["speedup_low"]
-    high = row["speedup_high"]
-    if low == high:
-        return "no range"
-    if low <= 1 <= high:
-        return "no difference shown"
-    return "faster" if low > 1 else "slower"
-
-
-def show_bound(bound: float) -> str:
-    """Two decimals, or more if they would hide on which side of 1 the bound is."""
-    digits = 2
-    while round(bound, digits) == 1 != bound:
-        digits += 1
-    return f"{bound:.{digits}f}"
-
-
-def describe_ratio(row: dict) -> str:
-    """How many times as fast as its base a row is, with the range, and what that shows."""
-    if "speedup" not in row:
-        return ""
-    if verdict(row) == "no range":
-        return f"{row['speedup']:.2f} × (no range)"
-    bounds = f"{show_bound(row['speedup_low'])} to {show_bound(row['speedup_high'])}"
-    return f"{row['speedup']:.2f} × ({bounds}): {verdict(row)}"
-
-
-def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
-    """The rows as an aligned Markdown table with the columns that they have."""
-    shown = []
-    for key, (heading, spec) in columns.items():
-        heading = rows[0]["unit"] if key == "median" else heading
-        values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
-        cells = ["" if value is None else format(value, spec) for value in values]
-        if any(cells):
-            width = max(len(cell) for cell in [heading, *cells])
-            align = ">" if spec else "<"
-            column = [heading, "-" * width, *cells]
-            shown.append([f"{cell:{align}{width}}" for cell in column])
-    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*shown, strict=True))
-
-
-def plot_benchmarks(result: dict) -> Any:
-    """Draws a panel for each comparison that is not a table only; None if there is none."""
-    panels = {k: each["rows"] for k, each in result["benchmarks"].items() if k not in TABLES}
-    if not panels:
-        return None
-    figure, axes = new_figure(len(panels), 1, 1.2 + 0.28 * max(map(len, panels.values())))
-    for axis, (name, rows) in zip(axes, panels.items(), strict=True):
-        draw_ratios(axis, [row for row in rows if "error" not in row])
-        about = f"{title_of(name, result)}: {result['config']['model']}"
-        axis.set_xlabel(f"{about} on {result['device']['name']}")
-    return figure
-
-
-def draw_ratios(axis: Any, rows: list[dict]) -> None:
-    """A row's ratio to its base with its range, pale if it shows no difference. Then its speed."""
-    for place, row in enumerate(rows):
-        ratio = "base"
-        if "speedup" in row:
-            color = BLUE if verdict(row) in ("faster", "slower") else PALE
-            axis.plot([row["speedup_low"], row["speedup_high"]], [place] * 2, color=color)
-            axis.plot(row["speedup"], place, "o", color=color, markersize=5)
-            ratio = f"{row['speedup']:.2f} ×"
-        text = f"{ratio:>6}{row['median']:>9,.1f} {row['unit']}"
-        style = dict(textcoords="offset points", va="center", family="monospace", fontsize=8)
-        axis.annotate(text, (1, place), (6, 0), axis.get_yaxis_transform(), **style)
-    axis.set_title(describe_fastest(rows))
-    axis.axvline(1, color=BLACK, linewidth=0.8)
-    axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
-    axis.set_ylim(max(1, len(rows)) - 0.5, -0.5)
-    axis.margins(x=0.05)
-    axis.xaxis.set_major_formatter("{x:g} ×")
-
-
-def describe_fastest(rows: list[dict]) -> str:
-    """The row that gains most on its base."""
-    faster = [row for row in rows if "speedup" in row and verdict(row) == "faster"]
-    if not faster:
-        return "No row is shown to be faster than its base"
-    best = max(faster, key=lambda row: row["speedup"])
-    bases = [row["name"] for row in rows[: rows.index(best)] if "speedup" not in row]
-    base = "without it" if best["name"].startswith("+") else bases[-1]
-    return f"{best['name'][0].upper()}{best['name'][1:]}: {best['speedup']:.2f} × as fast as {base}"
-
-
 def main(args: list[str]) -> None:
     config = parse_flags(BenchConfig, args)
     result = run_benchmarks(config, args)
     print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
     for name, benchmark in result["benchmarks"].items():
-        print(f"\n{title_of(name, result)}\n{format_table(benchmark['rows'])}")
+        _, title = BENCHMARKS[name]
+        print(f"\n{title}\n{format_table(benchmark['rows'])}")
     print(f"\nrecord: {config.out}.json")
 
 

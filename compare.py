@@ -23,7 +23,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ from tyro.conf import UseAppendAction
 
 from support.common import UsageError, UserError, parse_flags, run_script, say, write_whole, writing
 from support.log import read_run
-from support.plots import plot_comparison, save_picture
-from support.shards import find_shards, identify
+from support.plots import COLORS, GREY, label_lines, label_x, new_figure, save_picture
+from support.token_files import find_shards, identify
 from support.tokenizer import tokenizer_of_data
 
 # Flags in front of every arm's own: a comparison needs no other evaluations
@@ -124,7 +124,9 @@ import dataclasses, json, sys
 sys.argv[0] = "train_gpt2.py"
 sys.path.insert(0, sys.argv[1])
 import config
-settings, _ = config.parse_command_line(sys.argv[2:])
+settings = config.parse_command_line(sys.argv[2:])
+if isinstance(settings, tuple):  # in a copy of November 2026, with what was typed
+    settings, _ = settings
 problems = config.check(settings, 1)
 if not settings.val_every:
     problems.append("val_every is 0, so nothing is measured")
@@ -438,6 +440,65 @@ def describe_sweep(arm: dict) -> str:
     if best in (tried[0][0], tried[-1][0]):
         text += "; it is at an end of the range, so a value beyond it may be better"
     return text
+
+
+# -- the picture
+
+
+def plot_comparison(result: dict[str, Any]) -> Any:
+    """Draws what compare.py found: each arm's losses by tokens, and its differences to the base."""
+    figure, [losses, differences] = new_figure(1, 2, 3.6)
+    measure = result.get("measure", "validation loss")
+    names = name_arms(result["arms"])
+    found = []
+    for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
+        if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
+            start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
+            millions = np.array(ended[0]["tokens"][start:]) / 1e6
+            seeds = np.array([run["losses"][start:] for run in ended])
+            losses.plot(millions, seeds.mean(0), color=color, label=name)
+            losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
+        against = arm["against"]
+        if "mean" in against:
+            found.append((against["mean"], against["half"], name))
+            rows = [name] * len(arm["runs"])
+            differences.plot(against["differences"], rows, "|", color=color, ms=9)
+            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
+    unit = "nats" if measure == "validation loss" else measure
+    title = describe_best(found, names[0], unit) if found else ""
+    losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
+    label_x(losses, "tokens (millions)")
+    label_lines(losses)
+    differences.axvline(0, color=GREY, linewidth=0.8)
+    differences.margins(x=0.1, y=0.3)
+    differences.invert_yaxis()
+    differences.set_title("Each seed, mean and 95% interval")
+    label_x(differences, f"final {measure} minus that of {names[0]}")
+    return figure
+
+
+def name_arms(arms: list[dict]) -> list[str]:
+    """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
+    recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
+    pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
+    if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
+        return [arm["name"] for arm in arms]
+    shown = dict(adamw="AdamW", muon="Muon")
+    return [
+        f"{shown.get(name, name)}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
+        for name, rate in pairs
+    ]
+
+
+def describe_best(found: list[tuple], base: str, unit: str) -> str:
+    """What the arm with the lowest mean shows. found: mean, half of its interval, name."""
+    mean, half, name = min(found)
+    if abs(mean) <= half:
+        return f"No difference between {name} and {base} can be seen"
+    return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
+
+
+# -- the command
 
 
 def main(args: list[str]) -> None:

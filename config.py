@@ -3,7 +3,8 @@
 import argparse
 import importlib.util
 import os
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -60,8 +61,6 @@ class TrainConfig:
     beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # of AdamW, too
     eps: Positive = 1e-8  # of AdamW, too
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
-    # skip an update whose loss or norm is this many deviations above its recent mean; 0 = off
-    skip_spikes: Amount = 0.0
 
     # -- evaluation: every N steps and at the end; validation and HellaSwag also at step 0
     val_every: CountOrZero = 250  # steps between validations; 0 = never
@@ -92,6 +91,20 @@ class TrainConfig:
     find_nan: bool = False  # replay a diverged run to name the operation at fault; write nothing
     eval_only: bool = False  # only evaluate the model of --init-from: no training, no log
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # send the log there, too
+
+    def __post_init__(self) -> None:
+        self.typed: set[str] = set()  # settings that the user typed: no flag, and never saved
+
+    def keep_typed_warmup(self, before: dict[str, Any]) -> "TrainConfig":
+        """The settings of a run resumed from those `before`, with a warm-up that was typed then."""
+        usual = usual_warmup(before["preset"], before["max_steps"])
+        if "warmup_steps" in self.typed or before["warmup_steps"] == usual:
+            return self
+        config = copy(self)
+        config.warmup_steps = before["warmup_steps"]
+        if problems := wrong_sizes(config, 1):
+            raise UsageError(*problems)
+        return config
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters
@@ -176,20 +189,20 @@ PRESETS = {name: TrainConfig(name, **changes) for name, changes in RECIPES.items
 VOCAB_SIZES = {"quickstart": 1024, "laptop": 4096}  # what a preset is tuned for, if not GPT-2's
 
 
-def parse_command_line(args: list[str], config_class: type = TrainConfig) -> tuple[Any, set[str]]:
-    """Returns the preset with the other flags applied to it, and which settings were typed."""
+def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any:
+    """The preset with the other flags applied to it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
     about = f"{config_class.__doc__} Presets: {', '.join(PRESETS)}."
     config = tyro.cli(
-        config_class, default=config_class(**vars(preset)), args=args, description=about
+        config_class, default=config_class(**asdict(preset)), args=args, description=about
     )
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
-    typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
-    if "warmup_steps" not in typed:
+    config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
+    if "warmup_steps" not in config.typed:
         config.warmup_steps = usual_warmup(config.preset, config.max_steps)
-    return config, typed
+    return config
 
 
 def usual_warmup(preset: str, max_steps: int) -> int:
@@ -197,19 +210,12 @@ def usual_warmup(preset: str, max_steps: int) -> int:
     return min(PRESETS.get(preset, TrainConfig()).warmup_steps, max(0, max_steps) // 10)
 
 
-def with_typed_warmup(config: TrainConfig, typed: set[str], before: dict[str, Any]) -> TrainConfig:
-    """The settings of a run resumed from `before`, which keeps a warm-up that was typed then."""
-    usual = usual_warmup(before["preset"], before["max_steps"])
-    if "warmup_steps" in typed or before["warmup_steps"] == usual:
-        return config
-    return replace(config, warmup_steps=before["warmup_steps"])
-
-
-def refuse_other_sizes(source: str, config: Any, flags: dict, typed: set[str]) -> None:
+def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> None:
     """Raises UsageError if typed flags contradict the GPTConfig of the files of `source`."""
-    other = [name for name in flags if name in typed and flags[name] != getattr(config, name)]
+    typed = [name for name in vars(model_config) if name in config.typed]
+    other = [name for name in typed if getattr(config, name) != getattr(model_config, name)]
     if other:
-        sizes = ", ".join(f"{name} {getattr(config, name)}" for name in other)
+        sizes = ", ".join(f"{name} {getattr(model_config, name)}" for name in other)
         raise UsageError(
             f"{source} has {sizes}: leave these flags out, or train a new model from scratch"
         )

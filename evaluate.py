@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import hellaswag
-import sample
 from config import TrainConfig
 from model import GPT, DataLoaderLite
 from support.common import UserError, say
-from support.compile import eager
 from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
+from support.generation import complete
 
 
 @dataclass
 class Evaluations:
-    """The evaluations of a run. A new one is a method, and its lines in `due`.
+    """The evaluations of a run. A new one is a method, and its line in `schedule`.
 
     A method returns what metrics.jsonl keeps. log.txt gets the first value, if it is a number. The
     console and the report show `figures`, {name: figure}, if there are any. No two evaluations may
@@ -38,19 +37,20 @@ class Evaluations:
     val_loader: DataLoaderLite | None
     examples: hellaswag.Prepared | None
 
-    def due(self, step: int) -> dict[str, Callable[[], dict[str, Any]]]:
-        """The evaluations of a step, by their streams in log.txt."""
+    @cached_property
+    def schedule(self) -> dict[str, tuple[int, Callable[[int], dict[str, Any]]]]:
+        """{stream in log.txt: (every how many steps, what makes it at a step)}."""
         config = self.config
-        due: dict[str, Callable[[], dict[str, Any]]] = {}
-        if self.val_loader and is_due(step, config.val_every, config):
-            due["val"] = partial(self.measure_loss, self.val_loader)
-        if self.examples and is_due(step, config.hellaswag_every, config):
-            due["hella"] = partial(self.score_hellaswag, self.examples)
-        if step and is_due(step, config.sample_every, config):
-            due["samples"] = partial(self.print_samples, step)
-        return due
+        schedule: dict[str, tuple] = {}
+        if self.val_loader:
+            schedule["val"] = (config.val_every, partial(self.measure_loss, self.val_loader))
+        if self.examples:
+            score = partial(self.score_hellaswag, self.examples)
+            schedule["hella"] = (config.hellaswag_every, score)
+        schedule["samples"] = (config.sample_every, self.print_samples)
+        return schedule
 
-    def measure_loss(self, loader: DataLoaderLite) -> dict[str, Any]:
+    def measure_loss(self, loader: DataLoaderLite, _step: int) -> dict[str, Any]:
         loss, bits_per_byte, nats_per_character = validate(
             model=self.model,
             loader=loader,
@@ -67,7 +67,7 @@ class Evaluations:
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
         return {**values, "figures": figures}
 
-    def score_hellaswag(self, examples: hellaswag.Prepared) -> dict[str, Any]:
+    def score_hellaswag(self, examples: hellaswag.Prepared, _step: int) -> dict[str, Any]:
         score = hellaswag.evaluate(
             self.model,
             examples,
@@ -86,17 +86,14 @@ class Evaluations:
         generator = torch.Generator(self.world.device)
         generator.manual_seed(config.seed + 1000 * step + rank)
         prompt = config.sample_prompt
-        with eager():  # prompts and caches of every length would recompile the blocks
-            texts = sample.complete(
+        # prompts and caches of every length would recompile the blocks
+        with torch.compiler.set_stance("force_eager"):
+            texts = complete(
                 self.model, prompt, config.num_samples, config.sample_tokens, generator=generator
             )
         for i, text in enumerate(texts):
             say(f"rank {rank} sample {i}: {text}")
         return dict(prompt=prompt, samples=texts)
-
-
-def is_due(step: int, every: int, config: TrainConfig) -> bool:
-    return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
 def build_evaluations(
@@ -162,7 +159,7 @@ def validate(
                     total += model.loss(hidden, y).to(total) * count
                     is_eot = y == tokenizer.eot
                     eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(total).sum()
-            stop.check()
+            stop.vote()
     sums = world.sum(torch.stack([total, eot_nats, *amounts.to(on)]))
     total, eot_nats, num_bytes, num_characters = sums.tolist()
     nats = total * loader.T - eot_nats

@@ -42,8 +42,7 @@ from support.common import (
     writing,
 )
 from support.decontaminate import Benchmark, cut_out
-from support.shards import Shard, write_shard
-from support.text import (
+from support.sources import (
     File,
     Place,
     Text,
@@ -54,6 +53,7 @@ from support.text import (
     read_for_vocabulary,
     split,
 )
+from support.token_files import Shard, write_shard
 from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
 
@@ -155,8 +155,8 @@ def hold_out(
         head.append((before, tokens))
         starts += (total + np.flatnonzero(tokens == eot)).tolist()
         total += len(tokens)
-        (file, *_), _ = before
-        if file < num_files:
+        place, _ = before
+        if place.file < num_files:
             held_out = total
         elif total > held_out and total >= 2 * max(size, val_tokens):
             break
@@ -224,7 +224,7 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
     all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
-    changes += find_changes(manifest["options"], manifest["files"], all_read)
+    changes += find_changes(manifest["options"]["source"], manifest["files"], all_read)
     if changes and not overwrite:
         raise UserError(
             f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
@@ -397,7 +397,7 @@ def save_shard(
 
     The vocabulary comes with the first shard; a run that is killed before that trains it again.
     """
-    slices, ((file, text, last, stamp), counts), done = shard
+    slices, (place, counts), done = shard
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
@@ -412,12 +412,12 @@ def save_shard(
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
-    stamps = {file.name: file.stamp for file in files[:last]} | {files[last].name: stamp}
-    manifest["files"].update((path, stamp) for path, stamp in stamps.items() if stamp)
+    read = files[: place.last_file + 1]  # and, ahead of us, perhaps others
+    manifest["files"].update({file.name: file.stamp for file in read if file.stamp})
     manifest["shards"].append({"name": name, "split": split, "tokens": count, "sha256": sha256})
     manifest["tokens"] += count
     manifest["counts"] = counts
-    manifest["cursor"] = {"file": file, "text": text, "token": done}
+    manifest["cursor"] = {"file": place.file, "text": place.text, "token": done}
     write_manifest(folder, manifest)
 
 

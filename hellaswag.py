@@ -23,12 +23,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import GPT
-from support.common import CountOrZero, UserError, parse_flags, reading, run_script, write_whole
+from support.common import (
+    CountOrZero,
+    UserError,
+    download,
+    parse_flags,
+    reading,
+    run_script,
+    write_whole,
+)
 from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
-from support.distributed import Stop, World, several
+from support.distributed import Stop, World, start_world, under_torchrun
 from support.generation import pad
-from support.text import download
-from support.tokenizer import Tokenizer, check_vocabulary, gpt2
+from support.hf import check_vocabulary
+from support.tokenizer import Tokenizer, gpt2
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BLOB_ID = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's hash of this file
@@ -51,17 +59,17 @@ def find_official() -> Path:
 
 def iterate_examples(path: str | Path = "") -> Iterator[Example]:
     """Yields the examples of a jsonl file, by default of the official one. Raises UserError."""
-    mend = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
-    with reading("HellaSwag", mend):
+    advice = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
+    with reading("HellaSwag", advice):
         path = path or find_official()
         lines = Path(path).read_bytes().splitlines()
     if not any(lines):
         raise UserError(f"{path} is empty: download it again")
     expected = "as JSON with a `ctx`, 4 `endings` (not empty) and a `label` from 0 to 3,"
-    mend = "remove the line, or download the file again"
+    advice = "remove the line, or download the file again"
     for number, line in enumerate(lines, 1):
         if line.strip():
-            with reading(f"{path}, line {number}, {expected}", mend):
+            with reading(f"{path}, line {number}, {expected}", advice):
                 yield parse_example(line)
 
 
@@ -269,22 +277,20 @@ def score(
     world: World | None = None,
     dtype: torch.dtype = torch.float32,
     stop: Stop | None = None,
-) -> tuple[np.ndarray, np.ndarray, int]:
-    """-> losses (N, 4), lengths (N, 4), truncated: the endings' summed losses and their tokens.
+) -> np.ndarray:
+    """-> (N, 4) float64: the summed loss of each ending, in nats.
 
-    The losses are in nats, float64; truncated is how many examples were cut to fit the model.
     world: the processes that share the work; each gets the same result. dtype: of autocast. stop:
-    its check() is called after each batch.
+    its vote() is called after each batch.
     """
     device = torch.device(device)
+    world = world or World(device)
     prepared = prepare(examples, model, device)
     batches = prepared.batches
-    rank = world.rank if world else 0
-    size = world.size if world else 1
-    # All processes take the same number of turns, because stop.check asks them all and a sharded
+    # All processes take the same number of turns, because stop.vote asks them all and a sharded
     # model needs a call from each. In the last round, some repeat a batch whose result is dropped.
-    turns = range(rank, rank + len(batches), size)
-    hidden = rank > 0 or None  # None: the bar is hidden where there is no terminal
+    turns = range(world.rank, world.rank + len(batches), world.size)
+    hidden = None if world.is_main else True  # None: a bar only in a terminal
     scored = []
     with evaluation_mode(model), autocast(device, dtype):  # one autocast casts the weights once
         for turn in tqdm(turns, "HellaSwag", disable=hidden, leave=False):
@@ -293,13 +299,11 @@ def score(
             if turn < len(batches):
                 scored.append((targets[:, 3], losses))
             if stop:
-                stop.check()
+                stop.vote()
     total = torch.zeros(prepared.lengths.size, dtype=torch.float64)
     for slots, losses in scored:
         total.index_add_(0, slots, losses.cpu().double())
-    if world:
-        total = world.sum(total)
-    return total.view(-1, 4).numpy(), prepared.lengths, prepared.truncated
+    return world.sum(total).view(-1, 4).numpy()
 
 
 def evaluate(
@@ -312,12 +316,12 @@ def evaluate(
     UserError if a loss is not finite.
     """
     prepared = prepare(examples, model, device)
-    losses, lengths, truncated = score(model, prepared, device, **options)
+    losses = score(model, prepared, device, **options)
     if not np.isfinite(losses).all():
         raise UserError("losses are infinite or NaN: try --dtype float32 or another checkpoint")
     total = len(losses)
-    result: dict[str, Any] = {"total": total, "num_truncated": truncated}
-    for name, values in {"": losses, "_norm": losses / lengths}.items():
+    result: dict[str, Any] = {"total": total, "num_truncated": prepared.truncated}
+    for name, values in {"": losses, "_norm": losses / prepared.lengths}.items():
         correct = int((values.argmin(1) == prepared.labels).sum())
         acc = correct / total
         stderr = math.sqrt(acc * (1 - acc) / max(1, total - 1))
@@ -347,7 +351,7 @@ class HellaSwagConfig:
 
 def main(args: list[str]) -> None:
     config = parse_flags(HellaSwagConfig, args)
-    with World(config.device) as world:
+    with start_world(config.device) as world:
         path = Path(config.json)
         writable = os.access(path.parent, os.W_OK) and not os.path.isdir(path)
         with world.fail_together():
@@ -356,7 +360,7 @@ def main(args: list[str]) -> None:
         keep_freed_memory(world.device)
         examples = load_examples(config.path, config.limit, world)
         model = GPT.from_pretrained(config.model).to(world.device)
-        dtype, _ = pick_dtype(world.device, config.dtype, world)
+        dtype, _ = pick_dtype(world.device, config.dtype, anywhere=world.any)
         start = time.perf_counter()
         result = evaluate(model, examples, world.device, world=world, dtype=dtype)
         seconds = time.perf_counter() - start
@@ -368,4 +372,4 @@ def main(args: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run_script(main, at_once=several())
+    run_script(main, at_once=under_torchrun())

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
+from optim import OPTIMIZERS
 from support import generation, hf
 from support.common import UserError
-from support.fingerprint import Fingerprint, refuse_other_change, take_fingerprint
-from support.optim import OPTIMIZERS
-from support.shards import Shard, find_shards, open_ahead
+from support.fingerprint import Fingerprint, take_fingerprint
+from support.token_files import Shard, find_shards, open_ahead
 from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
@@ -135,11 +135,19 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, with_grad: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunk: int,
+        with_grad: bool,
     ) -> Tensor:
-        """x (N, C), weight (padded V, C), targets (N,) where -1 is ignored -> a scalar."""
+        """x (N, C), weight (padded V, C), targets (N,) where -1 is ignored -> a scalar.
+
+        chunk: how many rows of logits it computes at a time.
+        """
         device = x.device
-        chunk = GPT.loss_rows(device.type)
         autocast = torch.is_autocast_enabled(device.type)
         matmul_dtype = torch.get_autocast_dtype(device.type) if autocast else x.dtype
         sum_dtype = torch.promote_types(matmul_dtype, torch.float32)  # of the softmax and of sums
@@ -171,7 +179,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n, n_scaled = ctx.saved_tensors
-        return dx.to(ctx.dtype) * (grad / n), dw * (grad / n_scaled), None, None, None
+        return dx.to(ctx.dtype) * (grad / n), dw * (grad / n_scaled), None, None, None, None
 
 
 def keep_in_range(dtype: torch.dtype, rows: int, x: Tensor) -> Tensor | int:
@@ -296,6 +304,7 @@ class GPT(nn.Module):
             self.lm_head.weight,
             targets.flatten(),
             self.config.vocab_size,
+            self.loss_rows(x.device.type),
             torch.is_grad_enabled(),
         )
 
@@ -306,7 +315,8 @@ class GPT(nn.Module):
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
         """The vocabulary's rows of a parameter, or of an optimizer's state for it."""
-        return tensor[: self.config.vocab_size] if name in (hf.EMBEDDING, hf.HEAD) else tensor
+        has_padding = name.endswith(("wte.weight", "lm_head.weight"))
+        return tensor[: self.config.vocab_size] if has_padding else tensor
 
     def num_params(self) -> int:
         """The parameters that are saved: tied weights once, no padding."""
@@ -314,7 +324,7 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters()) - padding
 
     def configure_optimizers(self, name: str = "adamw", **options: Any) -> list[Optimizer]:
-        """This name's optimizers, in the order of their updates. options: see support/optim.py."""
+        """This name's optimizers, in the order of their updates. options: see optim.py."""
         gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
         return OPTIMIZERS[name](self, **(gpt3 | options))
 
@@ -342,7 +352,7 @@ class GPT(nn.Module):
         if the files cannot be read or belong to another model.
         """
         files = hf.read_model(name_or_dir)
-        refuse_other_change(files, lambda: cls(GPTConfig(**files.fields)))
+        hf.refuse_other_change(files, lambda: cls(GPTConfig(**files.fields)))
         config = GPTConfig(**((defaults or {}) | files.fields | overrides))
         with torch.device("meta"):  # draws no random weights
             model = cls(config)

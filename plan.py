@@ -5,12 +5,15 @@ python plan.py --record log/bench.json                 at the speed that bench.p
 python plan.py --table                                 the presets for GPUs, on 1 and 8 of them
 """
 
+from __future__ import annotations
+
 import json
 import math
 import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from config import (
     GPT2_SIZES,
@@ -20,7 +23,6 @@ from config import (
     refuse_other_sizes,
     wrong_sizes,
 )
-from support import GPT
 from support.common import (
     Amount,
     Count,
@@ -32,6 +34,9 @@ from support.common import (
     run_script,
 )
 from support.tokenizer import tokenizer_of_data
+
+if TYPE_CHECKING:
+    from model import GPT
 
 # Billions of tokens that llm.c's scripts/run_gpt2_*.sh train GPT-2 on, by n_layer and n_embd.
 LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
@@ -53,7 +58,7 @@ class PlanConfig(TrainConfig):
     table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
 
 
-def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
+def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     """Each estimate in words, with a note. Raises UsageError with all problems."""
     from support.device import GPUS  # needs torch, and --help should not wait for that
     from support.memory import state_memory
@@ -66,7 +71,7 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     problems = problems or wrong_sizes(config, config.gpus)
     if problems:
         raise UsageError(*problems)
-    model = model_on_meta(config, typed)
+    model = model_on_meta(config)
     shape = model.config
     N = model.num_params()
     tokens = config.max_steps * config.total_batch_size
@@ -93,7 +98,7 @@ def plan_run(config: PlanConfig, typed: set[str]) -> dict[str, tuple[str, str]]:
     }
 
 
-def model_on_meta(config: PlanConfig, typed: set[str]) -> GPT:
+def model_on_meta(config: PlanConfig) -> GPT:
     """The model that training would build, on PyTorch's meta device, where it takes no memory."""
     import torch
 
@@ -113,7 +118,7 @@ def model_on_meta(config: PlanConfig, typed: set[str]) -> GPT:
         if files:  # training's own checks
             saved = GPT(GPTConfig(**(theirs | {"pad_vocab_to": 1})))
             load_weights(model, files, saved.state_dict())
-            refuse_other_sizes(config.init_from, model.config, flags, typed)
+            refuse_other_sizes(config.init_from, model.config, config)
     return model
 
 
@@ -159,7 +164,7 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     """Tokens per second of all GPUs at this many operations per token, and the number's source."""
     if config.tokens_per_second:
         return config.tokens_per_second, "given by --tokens-per-second"
-    name, _, _, float32, half, source = gpu
+    name, _, float32, half, source = gpu
     peak = float32 if config.dtype == "float32" else half
     mfu = config.mfu
     why = "assumed, see --mfu"
@@ -181,7 +186,7 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
         name = record["device"]["name"]
         dtype = record["dtype"]
         rows = []
-        for kind in ("ladder", "sweep", "scaling"):
+        for kind in ("ladder", "sweep", "scaling"):  # the last two are in old records
             rows += record["benchmarks"].get(kind, {"rows": []})["rows"]
         best = max((row for row in rows if "MFU" in row), key=lambda row: row["MFU"])
         why = f"measured with {record['config']['model']}, {best['name']!r}, {path}"
@@ -204,17 +209,17 @@ def print_table(args: list[str]) -> None:
         plans = []
         for gpus in ("1", "8"):
             flags = [*args, "--preset", name, "--gpus", gpus]
-            plans.append(plan_run(*parse_command_line(flags, PlanConfig)))
+            plans.append(plan_run(parse_command_line(flags, PlanConfig)))
         cells = [" / ".join(dict.fromkeys(plan[column][0] for plan in plans)) for column in columns]
         print(f"| `{name}` | {' | '.join(cells)} |")
 
 
 def main(args: list[str]) -> None:
-    config, typed = parse_command_line(args, PlanConfig)
+    config = parse_command_line(args, PlanConfig)
     if config.table:
         print_table(args)
         return
-    facts = plan_run(config, typed)
+    facts = plan_run(config)
     print(f"{config.preset} on {config.gpus} × {config.gpu}, {config.sharding}\n")
     for name, (fact, note) in facts.items():
         print(f"{name:22}{fact:24}{note}".rstrip())

@@ -4,10 +4,8 @@ python sample.py --model log/quickstart/ckpt_001200 --prompt "ROMEO:"
 python sample.py --model log/quickstart/ckpt_001200    in a terminal: reads prompts until Ctrl-D
 """
 
-import codecs
 import json
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -15,7 +13,6 @@ from typing import Annotated, Any, Literal
 import torch
 
 from model import GPT
-from support import generation
 from support.common import (
     Amount,
     Count,
@@ -27,8 +24,10 @@ from support.common import (
     run_script,
 )
 from support.compile import why_not_compile
-from support.device import evaluation_mode, pick_device, pick_dtype
-from support.tokenizer import check_vocabulary, replace_surrogates
+from support.device import pick_device, pick_dtype
+from support.generation import compile_step, stream_texts
+from support.hf import check_vocabulary
+from support.tokenizer import replace_surrogates
 
 PROMPT = "Hello, I'm a language model,"
 ROWS = 64  # samples in a batch
@@ -52,33 +51,6 @@ class SampleConfig:
     compile: bool = False  # takes half a minute, then makes each token faster
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
-
-
-def complete(model: GPT, prompt: str, B: int, max_new_tokens: int, **options: Any) -> list[str]:
-    """B texts that begin with the prompt. The options are those of generation.stream."""
-    prompts = [replace_surrogates(prompt)] * B
-    with evaluation_mode(model):
-        pieces = list(stream_texts(model, prompts, max_new_tokens, **options))
-    return ["".join(texts) for texts in zip(*pieces, strict=True)]
-
-
-def stream_texts(
-    model: GPT, prompts: list[str], max_new_tokens: int, *, stop: bool = True, **options: Any
-) -> Iterator[list[str]]:
-    """Yields the prompts, then the next piece of each one's continuation.
-
-    stop: a continuation ends at <|endoftext|>, which is also what an empty prompt is. Bytes of an
-    unfinished character wait for the next token.
-    """
-    yield prompts
-    eot = model.tokenizer.eot if stop else None
-    rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
-    spell = model.tokenizer.encoding.decode_single_token_bytes
-    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
-    for tokens in generation.stream(model, rows, max_new_tokens, stop=eot, **options):
-        spelled = [b"" if token == eot else spell(token) for token in tokens.tolist()]
-        yield [decoder.decode(text) for decoder, text in zip(decoders, spelled, strict=True)]
-    yield [decoder.decode(b"", final=True) for decoder in decoders]
 
 
 def read_prompts(prompt: str) -> list[str]:
@@ -106,10 +78,11 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
     for start in range(0, len(rows), ROWS):
         pieces = stream_texts(model, rows[start : start + ROWS], config.max_new_tokens, **options)
         for i, (prompt, *texts) in enumerate(zip(*pieces, strict=True), start):
-            line = f"--- sample {i}\n{prompt}{''.join(texts)}"
+            text = "".join(texts)
             if config.json:
-                line = json.dumps(dict(prompt=prompt, text="".join(texts)), ensure_ascii=False)
-            print(line)
+                print(json.dumps(dict(prompt=prompt, text=text), ensure_ascii=False))
+            else:
+                print(f"--- sample {i}\n{prompt}{text}")
 
 
 def main(args: list[str]) -> None:
@@ -123,7 +96,7 @@ def main(args: list[str]) -> None:
     check_vocabulary(config.model, model)
     model.to(device, pick_dtype(device, config.dtype)[0]).eval().requires_grad_(False)
     if config.compile:
-        generation.compile_step(model)
+        compile_step(model)
     options = dict(
         temperature=config.temperature,
         top_k=config.top_k,

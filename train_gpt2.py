@@ -6,8 +6,8 @@ python train_gpt2.py --preset quickstart
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields, replace
+from copy import copy
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,21 +19,19 @@ from config import (
     check,
     parse_command_line,
     refuse_other_sizes,
-    with_typed_warmup,
-    wrong_sizes,
     wrong_vocabulary,
 )
-from evaluate import Evaluations, build_evaluations, is_due, show
+from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
+from optim import clip_gradients
 from support import checkpoint, device, divergence, hf, plots, report, resume, sharding
 from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
 from support.compile import compile_model
-from support.distributed import Interrupted, Stop, World, several
+from support.distributed import Interrupted, Stop, World, start_world, under_torchrun
 from support.log import Log, alone_in
 from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
-from support.optim import clip_gradients
-from support.tokenizer import refuse_other_vocabulary, tokenizer_of_data
+from support.tokenizer import tokenizer_of_data
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -70,17 +68,16 @@ def train_step(
     lr: float,
     grad_clip: float,
     strategy: str = "ddp",  # --sharding
-    judge: Callable[[float, float], str] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, str]:
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """One update, by the gradient of the mean loss over all micro-batches and processes.
 
     Returns the loss and the gradient's norm before clipping, scalars on the device, the same on
-    every process; and judge's reason to skip the update, or "". With a judge, the CPU waits.
+    every process; and whether a float16 overflow skipped the update, for which the CPU waits.
     """
     model.train()
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
-        stop.heed()
+        stop.read_vote()
         x, y = loader.next_batch()
         x = x.to(world.device, non_blocking=True)
         y = y.to(world.device, non_blocking=True)
@@ -93,12 +90,13 @@ def train_step(
         scaler.scale(loss).backward()
         with stop.noting_problems():
             loader.wait()
-        stop.ask()
+        stop.start_vote()
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     norm = clip_gradients(model, grad_clip, world)
     loss_accum = world.sum(loss_accum) / world.size
-    skipped = judge(loss_accum.item(), norm.item()) if judge else ""
+    # of all optimizers: with each scaler.step() for itself, Muon might step while AdamW does not
+    skipped = scaler.is_enabled() and not norm.isfinite()
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -120,21 +118,21 @@ class Run:
     command: str  # that began it
     command_to_resume: str
     world: World
-    log: Log
     stop: Stop
     model: GPT  # what is saved and evaluated; its blocks are compiled in place
-    trained: torch.nn.Module  # the model, wrapped to average the gradients of all processes
+    wrapped_model: torch.nn.Module  # the same one: its backward pass averages all gradients
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     dtype: torch.dtype
     train_loader: DataLoaderLite
     evaluations: Evaluations
     data: dict[str, Any]  # resume.identify_data's
-    peak: float  # FLOP/s of all GPUs; 0 on a CPU, where it varies with other load
+    total_peak_flops: float  # a second, of all GPUs; 0 on a CPU, where it varies with other load
     progress: Progress
     writer: Writer
     first_step: int  # of this process
     began: float  # by the clock, as if nothing had interrupted the run
+    log: Log = field(default_factory=Log)  # writes nothing until `train` opens it
     first_step_ended: float = 0.0  # by the clock; the first update compiles
     last_save_time: float = field(default_factory=time.perf_counter)
     last_picture_time: float = -math.inf
@@ -148,11 +146,7 @@ class Run:
 
 
 def build_run(
-    config: TrainConfig,
-    args: list[str],
-    typed: set[str],
-    world: World,
-    resumed_from: Checkpoint | None,
+    config: TrainConfig, args: list[str], world: World, resumed_from: Checkpoint | None
 ) -> Run:
     """Builds all parts of a run, new or resumed from a checkpoint.
 
@@ -162,13 +156,13 @@ def build_run(
     """
     data = resume.identify_data(config, resumed_from)
     before = resumed_from.state if resumed_from else {}
-    dtype, peak = start_device(config, world, before.get("dtype", ""))
-    model = build_model(config, typed, world, resumed_from)
+    dtype, total_peak_flops = start_device(config, world, before.get("dtype", ""))
+    model = build_model(config, world, resumed_from)
     B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
     train_loader = build_train_loader(config, world, B)
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
-    trained = sharding.wrap(model, world)
+    wrapped_model = sharding.wrap(model, world)
     optimizers = build_optimizers(config, model)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
@@ -181,17 +175,16 @@ def build_run(
         command=resume.command_line(world.launcher, args),
         command_to_resume=resume.command_line(world.launcher, resume.args_to_resume(args)),
         world=world,
-        log=Log(config.log_dir, world.is_main, config.tracker),
         stop=stop,
         model=model,
-        trained=trained,
+        wrapped_model=wrapped_model,
         optimizers=optimizers,
         scaler=scaler,
         dtype=dtype,
         train_loader=train_loader,
         evaluations=evaluations,
         data=data,
-        peak=peak,
+        total_peak_flops=total_peak_flops,
         progress=progress,
         writer=Writer(stop, Path(config.log_dir), config.keep_checkpoints, last_saved),
         first_step=progress.step,
@@ -201,8 +194,9 @@ def build_run(
 
 def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[torch.dtype, float]:
     """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
-    dtype, reason = device.pick_dtype(world.device, config.dtype, world, before)
-    kernel = device.sdpa_choice(world.device, dtype, config)
+    dtype, reason = device.pick_dtype(world.device, config.dtype, before, world.any)
+    hs = config.n_embd // config.n_head
+    kernel = device.sdpa_choice(world.device, dtype, config.sequence_length, config.n_head, hs)
     world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason}){kernel}")
     if world.device.type == "cpu":  # its peak varies with other load
         return dtype, 0.0
@@ -236,9 +230,7 @@ def build_optimizers(config: TrainConfig, model: GPT) -> list[torch.optim.Optimi
     )
 
 
-def build_model(
-    config: TrainConfig, typed: set[str], world: World, resumed_from: Checkpoint | None = None
-) -> GPT:
+def build_model(config: TrainConfig, world: World, resumed_from: Checkpoint | None = None) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
     Loaded weights keep their own fields, except those marked SAME_MATH. With --init-from, flags
@@ -262,8 +254,8 @@ def build_model(
     else:
         T = config.sequence_length
         model = GPT.from_pretrained(config.init_from, flags, block_size=T, **same_math)
-    refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
-    refuse_other_sizes(origin, model.config, flags, typed)
+    hf.refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
+    refuse_other_sizes(origin, model.config, config)
     warning = wrong_vocabulary(config.preset, tokenizer.vocab_size)
     world.say(f"vocabulary: {tokenizer}, from {config.data_dir}{warning}")
     world.say(
@@ -277,16 +269,24 @@ def build_model(
     return model
 
 
+def is_due(step: int, every: int, config: TrainConfig) -> bool:
+    return every > 0 and (step % every == 0 or step == config.max_steps)
+
+
 def evaluate_due(run: Run) -> bool:
     """Makes and records the evaluations that are due, if any. They do not affect training."""
     progress = run.progress
-    progress.lower = None
-    due = run.evaluations.due(progress.step)
+    progress.best_now = None
+    due = {
+        name: measure
+        for name, (every, measure) in run.evaluations.schedule.items()
+        if is_due(progress.step, every, run.config) and (progress.step or name != "samples")
+    }
     if not due:
         return False
     with sharding.unsharded(run.model, run.config.sharding):
         for name, measure in due.items():
-            values = measure()
+            values = measure(progress.step)
             if name == "val":
                 note_validation(run, values)
             if "figures" in values:
@@ -309,10 +309,10 @@ def note_validation(run: Run, values: dict[str, Any]) -> None:
     for unit in ("bits_per_byte", "nats_per_character"):
         if unit in values:
             progress.losses[f"validation, {unit.replace('_', ' ')}"] = values[unit]
-    if progress.best is None or val_loss < progress.best["loss"]:
-        progress.lower = {"loss": val_loss, "step": progress.step}
+    if progress.best_saved is None or val_loss < progress.best_saved["loss"]:
+        progress.best_now = {"loss": val_loss, "step": progress.step}
         if run.own_path() == run.writer.last:  # interrupted before this validation
-            progress.best = progress.lower
+            progress.best_saved = progress.best_now
 
 
 # -- the loop
@@ -327,7 +327,7 @@ def loop(run: Run) -> None:
         if not progress.evaluated and evaluate_due(run):
             start = time.perf_counter()  # an update's time leaves out evaluations and saves only
         progress.evaluated = True
-        run.stop.heed()
+        run.stop.read_vote()
         if save_is_due(run):
             save_checkpoint(run)
             start = time.perf_counter()
@@ -336,7 +336,8 @@ def loop(run: Run) -> None:
         lr = learning_rate(progress.step, config)
         loss, norm, skipped = make_update(run, lr)
         end = time.perf_counter()
-        if reason := divergence.why_stop(progress, loss, norm, skipped):
+        finite = math.isfinite(loss + norm)
+        if not finite and (reason := divergence.why_stop(loss, norm, progress.skipped_in_a_row)):
             last = progress.cursor + config.total_batch_size // config.sequence_length - 1
             end_diverged(run, f"{reason}, on sequences {progress.cursor} to {last}")
         report_step(run, loss, norm, lr, end - start, skipped)
@@ -347,21 +348,19 @@ def loop(run: Run) -> None:
         progress.losses["training loss of the last update"] = loss
 
 
-def make_update(run: Run, lr: float) -> tuple[float, float, str]:
-    """Makes the next update -> its loss, norm, and why it was skipped, or ""."""
+def make_update(run: Run, lr: float) -> tuple[float, float, bool]:
+    """Makes the next update -> its loss, its norm, and whether float16 skipped it."""
     config = run.config
+    progress = run.progress
     if config.overfit_single_batch:
         run.train_loader.reset()
-    device.seed_everything(config.seed, run.progress.step, run.world.rank)  # for dropout
-    run.stop.late = run.world.is_main and (  # all processes go by one clock
+    device.seed_everything(config.seed, progress.step, run.world.rank)  # for dropout
+    run.stop.checkpoint_due = run.world.is_main and (  # all processes go by one clock
         0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
     )
-    float16 = run.scaler.is_enabled()
-    limit = config.skip_spikes
-    judge = partial(divergence.judge_update, run.progress, limit=limit, float16=float16)
     micro_step = run.train_loader.B * config.sequence_length * run.world.size  # tokens
     loss, norm, skipped = train_step(
-        model=run.trained,
+        model=run.wrapped_model,
         optimizers=run.optimizers,
         scaler=run.scaler,
         loader=run.train_loader,
@@ -372,12 +371,12 @@ def make_update(run: Run, lr: float) -> tuple[float, float, str]:
         lr=lr,
         grad_clip=config.grad_clip,
         strategy=config.sharding,
-        judge=judge if limit or float16 else None,
     )
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
     return loss.item(), norm.item(), skipped  # waits for the device
 
 
-def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skipped: str) -> None:
+def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skipped: bool) -> None:
     """Prints and records the update that was just made, in dt seconds."""
     config = run.config
     step = run.progress.step
@@ -387,8 +386,9 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         f"| dt {1000 * dt:.1f}ms | tok/sec {rate:,.0f}"
     )
     more: dict[str, Any] = {}
-    if run.peak:
-        more["mfu"] = rate * run.model.flops_per_token(config.sequence_length) / run.peak
+    if run.total_peak_flops:
+        flops = rate * run.model.flops_per_token(config.sequence_length)
+        more["mfu"] = flops / run.total_peak_flops
         line += f" | mfu {more['mfu']:.1%}"
     if step == run.first_step:
         run.first_step_ended = time.perf_counter()
@@ -396,8 +396,8 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         pace = (time.perf_counter() - run.first_step_ended) / (step - run.first_step)
         line += f" | left {duration(pace * (config.max_steps - step - 1))}"
     if skipped:
-        line += f" | no update: {skipped}"
-        more["skipped"] = skipped
+        more["skipped"] = "overflow in float16"  # the scaler lowers its scale
+        line += f" | no update: {more['skipped']}"
     run.world.say(line)
     run.log.record(
         step,
@@ -430,8 +430,9 @@ def save_is_due(run: Run) -> bool:
     step = run.progress.step
     if step == run.first_step:
         return False
-    best = run.config.save_best and run.progress.lower is not None
-    return run.stop.any_late or best or is_due(step, run.config.checkpoint_every, run.config)
+    if run.config.save_best and run.progress.best_now:
+        return True
+    return run.stop.any_checkpoint_due or is_due(step, run.config.checkpoint_every, run.config)
 
 
 def save_checkpoint(run: Run) -> None:
@@ -443,9 +444,9 @@ def save_checkpoint(run: Run) -> None:
         end_diverged(run, f"{broken or 'a weight'} has values that are not finite")
     divergence.refuse_other_copies(run.model, run.world, run.command_to_resume)
     progress.wall = run.wall()
-    progress.best = progress.lower or progress.best
+    progress.best_saved = progress.best_now or progress.best_saved
     state = {
-        **asdict(progress),
+        **progress.as_saved(),
         "data": run.data,
         "machine": resume.describe_machine(run.world),
         "batch_size": run.train_loader.B,
@@ -485,14 +486,14 @@ def end_interrupted(run: Run, problem: str) -> None:
 # -- the command
 
 
-def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -> None:
+def train(config: TrainConfig, args: list[str], world: World) -> None:
     """Trains to the last step, or until a signal or an unreadable shard interrupts it."""
-    config, resumed_from = find_start(config, typed, world)
+    config, resumed_from = resume.find_start(config, world, fields(GPTConfig))
     if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
         world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
         return
     try:
-        run = build_run(config, args, typed, world, resumed_from)
+        run = build_run(config, args, world, resumed_from)
     except torch.OutOfMemoryError:
         raise UserError(explain_out_of_memory(0, config)) from None
     try:
@@ -500,7 +501,7 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
         about["model"] = asdict(run.model.config)
         about["parameters"] = run.model.num_params()
-        resume.start_logs(config, run.log, resumed_from, about)
+        run.log = resume.start_logs(config, world, resumed_from, about)
         loop(run)
         finish(run)
     except Interrupted as end:
@@ -512,27 +513,13 @@ def train(config: TrainConfig, args: list[str], typed: set[str], world: World) -
         run.log.close()
 
 
-def find_start(
-    config: TrainConfig, typed: set[str], world: World
-) -> tuple[TrainConfig, Checkpoint | None]:
-    """The settings in force, checked again, and the checkpoint to resume from, if any."""
-    resumed_from = resume.find_checkpoint(config, world)
-    if resumed_from:
-        config = with_typed_warmup(config, typed, resumed_from.state["config"])
-        if problems := wrong_sizes(config, world.size):
-            raise UsageError(*problems)
-        changed = resume.compare_settings(config, resumed_from, fields(GPTConfig))
-        resume.say_what_differs(world, resumed_from, changed)
-    return config, resumed_from
-
-
 def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
     progress = run.progress
     last = run.writer.settle()
     memory = device.peak_memory(run.world.device)
     wall = run.wall()
-    run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
+    run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best_saved)
     run.world.say(
         f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
     )
@@ -545,15 +532,17 @@ def finish(run: Run) -> None:
             say(f"no report ({first_line(error)}): the run itself is complete")
 
 
-def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World) -> None:
+def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
     """Repeats the updates since the last checkpoint, and names the operation behind a NaN.
 
     It writes nothing, and ends one update past the one that failed. Nothing is compiled, because
     compiled code has no operations to name.
     """
-    config, resumed_from = find_start(config, typed, world)
-    config = replace(config, compile=False, hellaswag_every=0)
-    run = build_run(config, args, typed, world, resumed_from)
+    config, resumed_from = resume.find_start(config, world, fields(GPTConfig))
+    config = copy(config)
+    config.compile = False
+    config.hellaswag_every = 0
+    run = build_run(config, args, world, resumed_from)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config))
     failed = [record["step"] for record in records if record["type"] == "diverged"]
@@ -561,40 +550,41 @@ def find_nan(config: TrainConfig, args: list[str], typed: set[str], world: World
     with divergence.naming_operations(run.model):
         for step in range(run.progress.step, last + 1):
             run.progress.step = step
-            loss, norm, skipped = make_update(run, learning_rate(step, config))
+            loss, norm, _ = make_update(run, learning_rate(step, config))
             world.say(f"step {step:5d} | loss {loss:.6f} | norm {norm:.4f}")
-            if reason := divergence.why_stop(run.progress, loss, norm, skipped):
+            if reason := divergence.why_stop(loss, norm, skipped_in_a_row=0):
                 raise UserError(f"step {step}: {reason}, but every module's output is finite")
     world.say(f"every result was finite up to step {last}: the NaN did not come again")
 
 
-def evaluate_only(config: TrainConfig, typed: set[str], world: World) -> None:
+def evaluate_only(config: TrainConfig, world: World) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
     dtype, _ = start_device(config, world)
-    model = build_model(config, typed, world)
+    model = build_model(config, world)
     B = config.batch_size or fit_batch_size(model, config, world, dtype)
     evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
     with sharding.unsharded(model, config.sharding):
-        for measure in evaluations.due(0).values():
-            world.say(show(measure().get("figures", {})))
+        for name, (_, measure) in evaluations.schedule.items():
+            if name != "samples":
+                world.say(show(measure(0).get("figures", {})))
 
 
 def main(args: list[str]) -> None:
-    config, typed = parse_command_line(args)
+    config = parse_command_line(args)
     device.prepare_device(config.device, config.deterministic)
-    with World(config.device) as world:
+    with start_world(config.device) as world:
         config = resume.as_restarted(config, world)
         if problems := check(config, world.size):
             raise UsageError(*problems)
         if config.eval_only:
-            evaluate_only(config, typed, world)
+            evaluate_only(config, world)
         elif config.find_nan:
-            find_nan(config, args, typed, world)
+            find_nan(config, args, world)
         else:
             patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
             with alone_in(config.log_dir, world, patience):
-                train(config, args, typed, world)
+                train(config, args, world)
 
 
 if __name__ == "__main__":
-    run_script(main, at_once=several())
+    run_script(main, at_once=under_torchrun())

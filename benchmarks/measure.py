@@ -21,7 +21,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 from support.common import first_line
 from support.device import peak_memory, synchronize
-from support.distributed import World
+from support.distributed import start_world
 
 TURN = 0.5  # seconds that a turn takes at least
 
@@ -60,7 +60,7 @@ def start(side: Side, device: str, rank: int, port: int) -> dict:
         MASTER_PORT=str(port),
     )
     torch.manual_seed(0)
-    here["world"] = World(device)
+    here["world"] = start_world(device)
     atexit.register(here["world"].close)
     here["run"] = side.make(here["world"], **side.options)
     returned = here["run"]() or {}  # compiles, and allocates the optimizer's state

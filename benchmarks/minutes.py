@@ -28,14 +28,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench import format_table
 from benchmarks import peers
+from benchmarks.tables import format_table
 from config import parse_command_line
 from support import plots
 from support.common import Positive, parse_flags, run_script, say, write_whole
-from support.distributed import World
+from support.distributed import start_world
 from support.report import describe_run
-from support.shards import find_shards
+from support.token_files import find_shards
 from support.tokenizer import tokenizer_of_data
 
 TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of warm-up
@@ -78,7 +78,7 @@ def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Pa
 
 def find_sides(config: MinutesConfig, folder: Path) -> Sides:
     flags = [*shlex.split(config.recipe), f"--data-dir={config.data_dir}"]
-    recipe, _ = parse_command_line(flags)
+    recipe = parse_command_line(flags)
     tokenizer = tokenizer_of_data(config.data_dir)
     splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
     tokens = [np.concatenate([p for shard in split for p in shard.read_all()]) for split in splits]
@@ -122,7 +122,7 @@ def find_paces(sides: Sides) -> dict[str, list[float]]:
 def race(config: MinutesConfig, command: str) -> dict:
     """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
     record = Path(f"{config.out}.json")
-    result = describe_run(config, World("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
+    result = describe_run(config, start_world("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
     if record.exists() and (found := json.loads(record.read_text()))["command"] == command:
         result = found
     with tempfile.TemporaryDirectory() as folder:

@@ -27,13 +27,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
+from optim import decay_groups
 from support.common import UserError
 from support.compile import compile_blocks
 from support.device import autocast, keep_freed_memory
 from support.distributed import Stop, World
 from support.generation import compile_step
 from support.log import read_run
-from support.optim import decay_groups
 from support.sharding import wrap
 from support.tokenizer import gpt2
 from train_gpt2 import learning_rate, train_step

@@ -1,18 +1,14 @@
-"""Draws all committed pictures again from their records: python -m benchmarks.pictures
-
-A picture for README.md is NAME.svg and, for dark pages, NAME-dark.svg.
-"""
+"""Draws all committed pictures again from their records: python -m benchmarks.pictures"""
 
 import json
 import math
 from pathlib import Path
 
-from bench import plot_benchmarks
 from benchmarks.minutes import plot_minutes
-from support.plots import plot_comparison, plot_run, plot_samples, save_picture
+from compare import plot_comparison
+from support.plots import plot_run, plot_samples, save_picture
 
 PLOTS = {
-    "cpu-*": (plot_benchmarks, [".png"]),
     "compare*/compare": (plot_comparison, [".png", ".svg"]),
     "minutes*": (plot_minutes, [".svg"]),
 }
@@ -26,9 +22,9 @@ def draw(root: Path) -> None:
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
     for pattern, (plot, suffixes) in PLOTS.items():
         for record in (root / "benchmarks").glob(f"{pattern}.json"):
-            if figure := plot(json.loads(record.read_text())):
-                for suffix in suffixes:
-                    save_picture(figure, record.with_suffix(suffix))
+            figure = plot(json.loads(record.read_text()))
+            for suffix in suffixes:
+                save_picture(figure, record.with_suffix(suffix))
 
 
 if __name__ == "__main__":

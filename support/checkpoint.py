@@ -4,31 +4,39 @@ It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the
 files, to detect later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
 """
 
+from __future__ import annotations
+
 import json
 import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 
-from support import GPT, Stop, World
 from support.common import UserError, first_line, hash_file, sync, writing
+
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import Stop, World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
-VERSION = 3  # of the training state
+VERSION = 4  # of the training state
+READABLE = (3, VERSION)
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
-BESIDE = {"cuda"}  # devices that train on while a thread writes: a CPU would share its cores
+# Devices that train on while a thread writes. A CPU would share its cores.
+SAVES_IN_BACKGROUND = {"cuda"}
+KEYS = {"best_saved": "best", "best_now": "lower"}  # of Progress, where the files name it otherwise
 
 
 @dataclass
@@ -48,11 +56,18 @@ class Progress:
     cursor: int = 0  # sequences consumed by them
     evaluated: bool = False  # whether this step's evaluations are done
     wall: float = 0.0  # seconds, until the last checkpoint
-    best: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
-    lower: dict | None = None  # this step's validation loss, if it is lower: {"loss", "step"}
+    best_saved: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
+    best_now: dict | None = None  # this step's validation loss, if it is lower: {"loss", "step"}
     losses: dict[str, float] = field(default_factory=dict)  # the last ones, for the model card
-    recent: dict[str, list] = field(default_factory=lambda: {"loss": [], "norm": []})  # for spikes
-    skipped_in_a_row: int = 0
+    skipped_in_a_row: int = 0  # updates
+
+    def as_saved(self) -> dict[str, Any]:
+        """The keys and values of a checkpoint's state."""
+        return {KEYS.get(name, name): value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_saved(cls, state: dict[str, Any]) -> Progress:
+        return cls(**{f.name: state[KEYS.get(f.name, f.name)] for f in fields(cls)})
 
 
 def path_of(log_dir: str | Path, step: int) -> Path:
@@ -102,7 +117,7 @@ class Writer:
             moments = resize_states(moments, model.without_padding)
             state = {**state, "version": VERSION, "optimizer": moments}
             work = partial(write, final, model, weights, state, card, self.keep)
-        if world.device.type in BESIDE:
+        if world.device.type in SAVES_IN_BACKGROUND:
             self.begun = self.thread.submit(work)
             self.begun.add_done_callback(self.note)
         else:
@@ -209,10 +224,10 @@ def load_state(directory: Path) -> dict:
     path = directory / STATE
     state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     version = state.get("version", 1)  # the first ones did not say
-    if version != VERSION:
+    if version not in READABLE:
         raise UserError(
-            f"{path} is of version {version}, but this code reads {VERSION} (CHANGELOG.md): resume "
-            f"with the revision that wrote it, or take its weights with --init-from {directory}"
+            f"{path} is of version {version}, but this code reads {READABLE}: resume with the "
+            f"revision that wrote it, or take its weights with --init-from {directory}"
         )
     return state
 

@@ -3,6 +3,8 @@
 import errno
 import hashlib
 import os
+import shutil
+import subprocess
 import sys
 import textwrap
 import traceback
@@ -10,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -89,6 +92,16 @@ def counted(n: int, noun: str, ending: str = "s") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
 
 
+@lru_cache(maxsize=1)  # the code that runs is the one that was imported
+def revision() -> str:
+    """The commit of this code, marked if it was changed since; empty without git."""
+    if not shutil.which("git"):
+        return ""
+    command = ["git", "describe", "--always", "--dirty"]
+    here = Path(__file__).parent
+    return subprocess.run(command, capture_output=True, text=True, cwd=here).stdout.strip()
+
+
 # -- flags
 
 
@@ -140,7 +153,7 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
 
 
 @contextmanager
-def reading(name: str | Path, mend: str = "fix that, then start again") -> Iterator[None]:
+def reading(name: str | Path, advice: str = "fix that, then start again") -> Iterator[None]:
     """Turns any error of a library into one sentence: `name` cannot be read, and why."""
     try:
         yield
@@ -149,7 +162,7 @@ def reading(name: str | Path, mend: str = "fix that, then start again") -> Itera
     except Exception as error:
         said = str(error).partition("This file can still")[0]  # PyTorch would have us run its code
         reason = f"{type(error).__name__}: {textwrap.shorten(said, 400)}"
-        raise UserError(f"{name} cannot be read ({reason}); {mend}") from error
+        raise UserError(f"{name} cannot be read ({reason}); {advice}") from error
 
 
 @contextmanager
@@ -199,3 +212,16 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def download(url: str) -> bytes:
+    """The content behind a URL. Asks a busy server three times. Raises OSError."""
+    import requests
+    from requests.adapters import HTTPAdapter, Retry
+
+    retry = Retry(2, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
+    with requests.Session() as session:
+        session.mount(url, HTTPAdapter(max_retries=retry))
+        response = session.get(url, timeout=(3, 20))  # seconds to connect, and without a byte
+        response.raise_for_status()
+    return response.content

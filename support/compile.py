@@ -1,12 +1,16 @@
 """What runs compiled: the blocks and the loss, in place; and whether this machine can compile."""
 
-from contextlib import AbstractContextManager
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch._functorch import config as functorch_config
 
-from support import GPT
 from support.attention import replace_attention_backward
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 def why_not_compile(device: torch.device) -> str:
@@ -47,8 +51,3 @@ def compile_blocks(model: GPT, recompute: bool) -> None:
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, dynamic=False)
     model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
-
-
-def eager() -> AbstractContextManager:
-    """The context in which compiled blocks run as written: new shapes would recompile them."""
-    return torch.compiler.set_stance("force_eager")

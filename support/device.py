@@ -5,16 +5,17 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from support import TrainConfig, World
-from support.common import UserError
+from support.common import UserError, counted
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -23,6 +24,36 @@ def pick_device(name: str = "auto") -> torch.device:
     if name not in ("auto", "cpu", here.type):
         raise UserError(f"device {name!r} is not available here: use auto, which is {here.type}")
     return here if name == "auto" else torch.device(name)
+
+
+def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
+    """The device of one of the processes on this node; on a CPU, its share of the cores."""
+    device = pick_device(name)
+    if local_size > 1 and name == "auto" and device.type != "cuda":
+        device = torch.device("cpu")  # several processes on a Mac: gloo has no MPS
+    if device.type == "cuda":
+        gpus = torch.cuda.device_count()
+        if local_size > gpus:
+            problem = f"{local_size} processes on a machine with {counted(gpus, 'GPU')}"
+            raise UserError(f"{problem}: use --nproc_per_node={gpus}")
+        device = torch.device("cuda", local_rank)
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
+            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        torch.cuda.set_device(device)
+    elif local_size > 1:  # torchrun gives each process one thread; share the cores instead
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+    return device
+
+
+def limit_nccl(group: Any, device: torch.device) -> None:
+    """Ends a stuck collective of a group's GPUs after 10 minutes.
+
+    gloo keeps its 30, because processes wait there for rank 0's downloads.
+    """
+    if device.type == "cuda":
+        nccl = group._get_backend(device)
+        nccl = getattr(nccl, "wrapped_pg", nccl)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+        nccl._set_default_timeout(timedelta(minutes=10))
 
 
 @lru_cache  # says it once
@@ -78,12 +109,15 @@ def prepare_device(name: str, deterministic: bool) -> None:
 
 
 def pick_dtype(
-    device: torch.device, name: str = "auto", world: World | None = None, before: str = ""
+    device: torch.device,
+    name: str = "auto",
+    before: str = "",
+    anywhere: Callable[[bool], bool] = bool,
 ) -> tuple[torch.dtype, str]:
     """The dtype for autocast on this device, and the reason.
 
     auto is the one before if the run is resumed, else the fastest that trains well. That is float32
-    for all processes of `world` if one of their CPUs prefers it.
+    for all processes if one of their CPUs prefers it. anywhere: World.any, if there are several.
     """
     if name != "auto":
         return getattr(torch, name), "--dtype"
@@ -95,7 +129,7 @@ def pick_dtype(
         return torch.float16, "this GPU has no bfloat16; the gradients are scaled"
     if device.type == "cpu":
         ratio = bfloat16_speed()
-        slow = world.any(ratio <= 1.5) if world else ratio <= 1.5
+        slow = anywhere(ratio <= 1.5)
         reason = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
         return torch.float32 if slow else torch.bfloat16, reason
     return torch.bfloat16, f"{device.type} supports it"
@@ -105,17 +139,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     """The context that computes in dtype where that is safe."""
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def sdpa_choice(device: torch.device, dtype: torch.dtype, config: TrainConfig) -> str:
+def sdpa_choice(device: torch.device, dtype: torch.dtype, T: int, n_head: int, hs: int) -> str:
     """The attention kernel that PyTorch picks for these heads on a GPU; empty elsewhere."""
     if device.type != "cuda":
         return ""
-    hs = config.n_embd // config.n_head
-    qkv = torch.empty(1, config.sequence_length, 3, config.n_head, hs, dtype=dtype, device=device)
+    qkv = torch.empty(1, T, 3, n_head, hs, dtype=dtype, device=device)
     q, k, v = qkv.requires_grad_().permute(2, 0, 3, 1, 4)  # as CausalSelfAttention makes them
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True)
     return f", {torch.nn.attention.SDPBackend(choice).name.lower()} for heads of {hs}"
@@ -198,33 +231,31 @@ def find_in(path: str, pattern: str) -> str:
 
 
 # plan.py's name of a GPU: the whole name that CUDA reports (a MIG slice has another), GB of memory,
-# and the peaks of dense matmuls in TFLOP/s: float32, with TF32 if the GPU has it, 16 bits summed in
+# and the peaks of dense matmuls in TFLOP/s: float32 (TF32 if the GPU has it), and 16 bits summed in
 # float32. They are half of those that count sparsity. B200's memory: DGX datasheet.
 GPUS = {
-    "B200": (r"NVIDIA B200", 180, 80, 1100, 2250, "Blackwell architecture brief, 2024 (HGX)"),
-    "H200": (r"NVIDIA H200", 141, 67, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
-    "H100": (r"NVIDIA H100 80GB HBM3", 80, 67, 494.5, 989.5, "H100 datasheet, 2023 (SXM)"),
-    "H100-PCIe": (r"NVIDIA H100 PCIe", 80, 51, 378, 756, "H100 datasheet, 2023"),
-    "A100": (r"NVIDIA A100(-SXM\d-80GB| 80GB PCIe)", 80, 19.5, 156, 312, "A100 datasheet, 2021"),
-    "A100-40GB": (r"NVIDIA A100-\w+-40GB", 40, 19.5, 156, 312, "A100 datasheet, 2021"),
-    "V100": (r"Tesla V100-SXM\d-32GB", 32, 15.7, 15.7, 125, "V100 datasheet, 2020"),
-    "V100-16GB": (r"Tesla V100-SXM\d-16GB", 16, 15.7, 15.7, 125, "V100 datasheet, 2020"),
-    "V100-PCIe": (r"Tesla V100-PCIE-\w+", 16, 14.0, 14.0, 112, "V100 datasheet, 2020"),
-    "T4": (r"Tesla T4", 16, 8.1, 8.1, 65, "T4 datasheet, 2019"),
-    "L4": (r"NVIDIA L4", 24, 30.3, 60, 121, "L4 datasheet, 2023"),
-    "RTX-5090": (r"NVIDIA GeForce RTX 5090", 32, 104.8, 104.8, 209.5, "RTX Blackwell whitepaper"),
-    "RTX-4090": (r"NVIDIA GeForce RTX 4090", 24, 82.6, 82.6, 165.2, "Ada whitepaper, appendix A"),
-    "RTX-3090": (r"NVIDIA GeForce RTX 3090", 24, 35.6, 35.6, 71, "Ampere GA102 whitepaper"),
+    "B200": (r"NVIDIA B200", 180, 1100, 2250, "Blackwell architecture brief, 2024 (HGX)"),
+    "H200": (r"NVIDIA H200", 141, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
+    "H100": (r"NVIDIA H100 80GB HBM3", 80, 494.5, 989.5, "H100 datasheet, 2023 (SXM)"),
+    "H100-PCIe": (r"NVIDIA H100 PCIe", 80, 378, 756, "H100 datasheet, 2023"),
+    "A100": (r"NVIDIA A100(-SXM\d-80GB| 80GB PCIe)", 80, 156, 312, "A100 datasheet, 2021"),
+    "A100-40GB": (r"NVIDIA A100-\w+-40GB", 40, 156, 312, "A100 datasheet, 2021"),
+    "V100": (r"Tesla V100-SXM\d-32GB", 32, 15.7, 125, "V100 datasheet, 2020"),
+    "V100-16GB": (r"Tesla V100-SXM\d-16GB", 16, 15.7, 125, "V100 datasheet, 2020"),
+    "V100-PCIe": (r"Tesla V100-PCIE-\w+", 16, 14.0, 112, "V100 datasheet, 2020"),
+    "T4": (r"Tesla T4", 16, 8.1, 65, "T4 datasheet, 2019"),
+    "L4": (r"NVIDIA L4", 24, 60, 121, "L4 datasheet, 2023"),
+    "RTX-5090": (r"NVIDIA GeForce RTX 5090", 32, 104.8, 209.5, "RTX Blackwell whitepaper"),
+    "RTX-4090": (r"NVIDIA GeForce RTX 4090", 24, 82.6, 165.2, "Ada whitepaper, appendix A"),
+    "RTX-3090": (r"NVIDIA GeForce RTX 3090", 24, 35.6, 71, "Ampere GA102 whitepaper"),
 }
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Operations per second at an MFU of 1, and their source: the maker, or a matmul timed here."""
     if device.type == "cuda":
-        for pattern, _, float32, with_tf32, half, source in GPUS.values():
+        for pattern, _, float32, half, source in GPUS.values():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
-                if torch.get_float32_matmul_precision() != "highest":
-                    float32 = with_tf32
                 peak = float32 if dtype == torch.float32 else half
                 return 1e12 * peak, f"NVIDIA {source}"
     n = 4096  # smaller ones are slower

@@ -3,95 +3,94 @@
 Only this file reads torchrun's variables and touches the process group of `torch.distributed`.
 """
 
+from __future__ import annotations
+
 import os
 import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from support.common import UsageError, UserError, counted, say
-from support.device import pick_device
+from support.common import UsageError, UserError, say
+from support.device import claim_device, limit_nccl
 
 T = TypeVar("T")
 
 
-def several() -> bool:
+def under_torchrun() -> bool:
     """Whether torchrun started this process beside others."""
-    return int(os.environ.get("WORLD_SIZE", 1)) > 1
+    return read_variable("WORLD_SIZE", 1) > 1
 
 
+def read_variable(name: str, alone: int) -> int:
+    """A number that torchrun gives its processes; `alone` without torchrun."""
+    return int(os.environ.get(name, alone))
+
+
+def start_world(device: str = "auto") -> World:
+    """Joins the processes that torchrun started, each with its own device: see claim_device."""
+    size = read_variable("WORLD_SIZE", 1)
+    local_rank = read_variable("LOCAL_RANK", 0)
+    local_size = read_variable("LOCAL_WORLD_SIZE", 1)
+    world = World(
+        device=claim_device(device, local_rank, local_size),
+        rank=read_variable("RANK", 0),
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        shard_group_size=local_size if local_size > 1 else size,
+    )
+    if world.size > 1:
+        join(world)
+    return world
+
+
+def join(world: World) -> None:
+    """Makes the process group of all processes."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        # torchrun's store outlives the workers that it restarts, and so would the dead workers'
+        # addresses. Several nodes count their restarts apart: there,
+        # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store.
+        restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+        store = dist.PrefixStore(f"start {restarts}", store)
+    on_gpu = world.device.type == "cuda"
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=world.rank,
+        world_size=world.size,
+        device_id=world.device if on_gpu else None,
+    )
+    limit_nccl(dist.group.WORLD, world.device)
+
+
+@dataclass
 class World:
-    """The processes of this run, as torchrun starts them. This one is `rank` of `size`.
+    """The processes of a run. This one is `rank` of `size`, and computes on `device`.
 
-    device: see pick_device. As a context manager it leaves the process group at the end, so that no
-    rank hangs or complains at exit.
+    As a context manager it leaves the process group at the end, so that no rank hangs or complains
+    at exit.
     """
 
-    def __init__(self, device: str = "auto"):
-        self.rank = int(os.environ.get("RANK", 0))
-        self.size = int(os.environ.get("WORLD_SIZE", 1))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))  # on this node
-        self.local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.is_main = self.rank == 0
-        # Sharding stays inside a node, so that only sums cross the network.
-        self.shard_group_size = self.local_size if self.local_size > 1 else self.size
-        self.device = self.claim_device(device)
-        if self.size > 1:
-            self.join()
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0  # on this node
+    local_size: int = 1
+    shard_group_size: int = 1  # processes that share one copy: a node's, so only sums leave it
 
-    def claim_device(self, name: str) -> torch.device:
-        """The device of this process; on a CPU, its share of the cores."""
-        device = pick_device(name)
-        if self.size > 1 and name == "auto" and device.type != "cuda":
-            device = torch.device("cpu")  # several processes on a Mac: gloo has no MPS
-        if device.type == "cuda":
-            gpus = torch.cuda.device_count()
-            if self.local_size > gpus:
-                problem = f"{self.local_size} processes on a machine with {counted(gpus, 'GPU')}"
-                raise UserError(f"{problem}: use --nproc_per_node={gpus}")
-            device = torch.device("cuda", self.local_rank)
-            if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
-                os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-            torch.cuda.set_device(device)
-        elif self.size > 1:  # torchrun gives each process one thread; share the cores instead
-            torch.set_num_threads(max(1, (os.cpu_count() or 1) // self.local_size))
-        return device
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
 
-    def join(self) -> None:
-        store, _, _ = next(dist.rendezvous("env://"))
-        if os.environ.get("GROUP_WORLD_SIZE") == "1":
-            # torchrun's store outlives the workers that it restarts, and so would the dead
-            # workers' addresses. Several nodes count their restarts apart: there,
-            # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 makes torchrun begin a new store.
-            restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-            store = dist.PrefixStore(f"start {restarts}", store)
-        on_gpu = self.device.type == "cuda"
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=store,
-            rank=self.rank,
-            world_size=self.size,
-            device_id=self.device if on_gpu else None,
-        )
-        self.limit_nccl(dist.group.WORLD)
-
-    def limit_nccl(self, group: Any) -> None:
-        """Ends a stuck collective of a group's GPUs after 10 minutes.
-
-        gloo keeps its 30, because processes wait there for rank 0's downloads.
-        """
-        if self.device.type == "cuda":
-            nccl = group._get_backend(self.device)
-            nccl = getattr(nccl, "wrapped_pg", nccl)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-            nccl._set_default_timeout(timedelta(minutes=10))
-
-    def __enter__(self) -> "World":
+    def __enter__(self) -> World:
         return self
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
@@ -183,18 +182,18 @@ class Interrupted(UserError):
 class Stop:
     """Ends a run on all processes at the same point, by Interrupted.
 
-    `ask` begins to add up what the processes want, and `heed` waits for the sums; GPUs compute in
-    between. `check` does both. After `listen`, SIGTERM and SIGINT ask for an end. A second SIGINT
-    ends at once; a second SIGTERM does not, because SLURM sends one and torchrun another.
+    `start_vote` begins to add up what the processes want, and `read_vote` waits for the sums; GPUs
+    compute in between. `vote` does both. After `listen`, SIGTERM and SIGINT ask for an end. A
+    second SIGINT ends at once; a second SIGTERM does not: SLURM sends one and torchrun another.
     """
 
     def __init__(self, world: World):
         self.world = world
         self.interrupted = False
         self.problem = ""  # of this process
-        self.late = False  # by this process's clock, a checkpoint is due
-        self.any_late = False
-        self.wishes = torch.zeros(3)
+        self.checkpoint_due = False  # by this process's clock, a checkpoint is due
+        self.any_checkpoint_due = False
+        self.votes = torch.zeros(3)
         self.sum: Any = None
 
     def listen(self) -> None:
@@ -214,19 +213,20 @@ class Stop:
         except UserError as error:
             self.problem = str(error)
 
-    def ask(self) -> None:
-        self.wishes = torch.tensor([self.interrupted, bool(self.problem), self.late]).int()
-        self.sum = dist.all_reduce(self.wishes, async_op=True) if self.world.size > 1 else None
+    def start_vote(self) -> None:
+        votes = [self.interrupted, bool(self.problem), self.checkpoint_due]
+        self.votes = torch.tensor(votes).int()
+        self.sum = dist.all_reduce(self.votes, async_op=True) if self.world.size > 1 else None
 
-    def heed(self) -> None:
+    def read_vote(self) -> None:
         if self.sum:
             self.sum.wait()
-        interrupted, problems, self.any_late = map(bool, self.wishes.tolist())
+        interrupted, problems, self.any_checkpoint_due = map(bool, self.votes.tolist())
         if problems:
             raise Interrupted(self.problem or self.world.elsewhere())
         if interrupted:
             raise Interrupted
 
-    def check(self) -> None:
-        self.ask()
-        self.heed()
+    def vote(self) -> None:
+        self.start_vote()
+        self.read_vote()

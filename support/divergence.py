@@ -1,57 +1,29 @@
-"""Runs that go wrong: spikes, updates that are skipped, and the hunt for a NaN's origin."""
+"""Runs that go wrong: when to stop, copies that differ, and the hunt for a NaN's origin."""
 
 import math
-import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from support import Progress, World
 from support.common import UserError, first_line
+from support.distributed import World
 from support.sharding import is_sharded
 
-SPIKE_WINDOW = 128  # updates, as in llm.c's -sl and -sg
 MOST_SKIPPED = 50  # updates in a row: the model has stopped learning
 
 
-def is_spike(value: float, recent: list[float], limit: float) -> bool:
-    """Whether a value is more than `limit` standard deviations above the mean of a full window."""
-    if len(recent) < SPIKE_WINDOW:
-        return False
-    return value > statistics.fmean(recent) + limit * statistics.pstdev(recent)
+def why_stop(loss: float, norm: float, skipped_in_a_row: int) -> str:
+    """Why training cannot continue after an update; empty if it can.
 
-
-def judge_update(
-    progress: Progress, loss: float, norm: float, *, limit: float, float16: bool
-) -> str:
-    """Why an update must be skipped; empty if not. It updates the windows in progress.
-
-    limit: standard deviations that make a spike (--skip-spikes); 0 skips only float16's overflows.
+    skipped_in_a_row: updates that overflowed in float16, this one the last; 0 if it did not.
     """
-    reason = ""
-    if float16 and math.isfinite(loss) and not math.isfinite(norm):
-        reason = "overflow in float16"  # the scaler lowers its scale
-    elif limit and not (math.isfinite(loss) and math.isfinite(norm)):
-        reason = f"loss {loss}, norm {norm}"
-    elif limit:
-        for name, value in {"loss": loss, "norm": norm}.items():
-            if is_spike(value, progress.recent[name], limit):
-                reason = f"spike of the {name}"
-            progress.recent[name] = [*progress.recent[name], value][-SPIKE_WINDOW:]
-    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if reason else 0
-    return reason
-
-
-def why_stop(progress: Progress, loss: float, norm: float, skipped: str) -> str:
-    """Why training cannot continue after an update; empty if it can."""
-    if progress.skipped_in_a_row == MOST_SKIPPED:
-        return f"{MOST_SKIPPED} updates in a row were skipped, the last because of: {skipped}"
-    if skipped or (math.isfinite(loss) and math.isfinite(norm)):
+    if skipped_in_a_row == MOST_SKIPPED:
+        return f"{MOST_SKIPPED} updates in a row were skipped: overflow in float16"
+    if math.isfinite(loss) and (skipped_in_a_row or math.isfinite(norm)):
         return ""
     return f"the loss is {loss} and the gradient norm {norm}"
 
@@ -97,19 +69,17 @@ def naming_operations(model: nn.Module) -> Iterator[None]:
     In the forward pass that is a module, in the backward pass a function of autograd.
     """
     names = {module: name for name, module in model.named_modules()}
-    hook = register_module_forward_hook(partial(check_output, names))
+
+    def check_output(module: nn.Module, _inputs: Any, output: Any) -> None:
+        for x in output if isinstance(output, tuple) else (output,):
+            if isinstance(x, torch.Tensor) and not x.isfinite().all():
+                name = f"{names.get(module) or 'the loss'} ({type(module).__name__})"
+                raise UserError(f"the first output that is not finite is that of {name}")
+
     try:
-        with hook, torch.autograd.set_detect_anomaly(True):
+        with register_module_forward_hook(check_output), torch.autograd.set_detect_anomaly(True):
             yield
     except RuntimeError as error:
         if "returned nan values" not in str(error):
             raise
         raise UserError(f"in the backward pass: {first_line(error)}") from None
-
-
-def check_output(names: dict, module: nn.Module, _inputs: Any, output: Any) -> None:
-    for x in output if isinstance(output, tuple) else (output,):
-        if isinstance(x, torch.Tensor) and not x.isfinite().all():
-            name = names.get(module) or "the loss"
-            kind = type(module).__name__
-            raise UserError(f"the first output that is not finite is that of {name} ({kind})")

@@ -1,21 +1,35 @@
 """Is this code a GPT-2? A tiny model of it is compared with the plain GPT-2 below."""
 
+from __future__ import annotations
+
 import math
 import zlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from support import GPT, GPTConfig
-from support.common import UserError, first_line, reading
-from support.hf import EMBEDDING, POSITIONS, Fingerprint, Pretrained
+from support.common import first_line
 
+if TYPE_CHECKING:
+    from model import GPT, GPTConfig
+
+
+EMBEDDING = "transformer.wte.weight"  # names of tensors
+POSITIONS = "transformer.wpe.weight"
 CLOSE = 1e-4  # standard deviations of the logits; rounding makes 2e-6, exact GELU 1e-3
 LARGE = 100.0  # how many times larger a trained model's logits are than the made-up one's
+
+
+@dataclass
+class Fingerprint:
+    difference: str  # how some code differs from GPT-2; empty if it does not
+    logits: list[float]  # its tiny model's, to tell changed models apart; empty if it fails
+    loss: float  # the same
 
 
 # Without oneDNN, torch.set_float32_matmul_precision changes nothing here.
@@ -122,20 +136,3 @@ def other_output(logits: Tensor, loss: float, expected: Tensor, expected_loss: f
         return f"its logits differ by {change:.2g} standard deviations"
     change = abs(loss - expected_loss) / (LARGE * expected.std())
     return f"its loss differs by {change:.2g} standard deviations" if change > CLOSE else ""
-
-
-def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
-    """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
-    written = files.fingerprint
-    if written is None:
-        return
-    with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
-        ours = make().fingerprint
-    if ours.logits == written.logits == []:  # neither tiny model runs
-        return
-    expected = torch.tensor(written.logits)
-    if other_output(torch.tensor(ours.logits), ours.loss, expected, written.loss):
-        raise UserError(
-            f"{files.origin} is a changed GPT-2 ({written.difference}), but this code does not "
-            "have the same change: use the code that wrote it"
-        )

@@ -5,14 +5,21 @@ token's keys and values never change. The cache keeps them, so a new token costs
 The first pass over the prompts is the *prefill*, each later one a *decode*.
 """
 
+from __future__ import annotations
+
+import codecs
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
 
-from support import GPT
 from support.common import UserError
+from support.device import evaluation_mode
+from support.tokenizer import replace_surrogates
+
+if TYPE_CHECKING:
+    from model import GPT
 
 Rows = list[list[int]]  # tokens
 
@@ -167,3 +174,33 @@ def generate(
     new = torch.stack(list(steps), 1).tolist()
     rows = [[*prompt, *more] for prompt, more in zip(prompts, new, strict=True)]
     return pad(rows, model.config.vocab_size - 1 if stop is None else stop).to(idx)
+
+
+# -- texts
+
+
+def complete(model: GPT, prompt: str, B: int, max_new_tokens: int, **options: Any) -> list[str]:
+    """B texts that begin with the prompt. The options are those of stream."""
+    prompts = [replace_surrogates(prompt)] * B
+    with evaluation_mode(model):
+        pieces = list(stream_texts(model, prompts, max_new_tokens, **options))
+    return ["".join(texts) for texts in zip(*pieces, strict=True)]
+
+
+def stream_texts(
+    model: GPT, prompts: list[str], max_new_tokens: int, *, stop: bool = True, **options: Any
+) -> Iterator[list[str]]:
+    """Yields the prompts, then the next piece of each one's continuation.
+
+    stop: a continuation ends at <|endoftext|>, which is also what an empty prompt is. Bytes of an
+    unfinished character wait for the next token.
+    """
+    yield prompts
+    eot = model.tokenizer.eot if stop else None
+    rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
+    spell = model.tokenizer.encoding.decode_single_token_bytes
+    decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
+    for tokens in stream(model, rows, max_new_tokens, stop=eot, **options):
+        spelled = [b"" if token == eot else spell(token) for token in tokens.tolist()]
+        yield [decoder.decode(text) for decoder, text in zip(decoders, spelled, strict=True)]
+    yield [decoder.decode(b"", final=True) for decoder in decoders]

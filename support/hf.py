@@ -5,25 +5,30 @@ those of GPTConfig. A directory says `"model_type": "gpt2"` only if fingerprint.
 code is a GPT-2. Otherwise it says "gpt2-changed", and keeps all fields of GPTConfig.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support import GPT
 from support.common import UserError, reading
+from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
+if TYPE_CHECKING:
+    from model import GPT
+
 Weights = dict[str, torch.Tensor]
-EMBEDDING = "transformer.wte.weight"
 HEAD = "lm_head.weight"  # tied to the embedding
-POSITIONS = "transformer.wpe.weight"
 SHAPE = ("vocab_size", "n_layer", "n_head", "n_embd")  # and the context, which has two names
 CHANGED = "gpt2-changed"  # the model_type of a changed GPT-2
 HUB_NAME = re.compile(r"(?!(data|log|runs)/)(\w[\w.-]*/)?\w[\w.-]*")  # NAME or OWNER/NAME
@@ -36,13 +41,6 @@ OPENAI = dict(
     scale_attn_by_inverse_layer_idx=False,
     tie_word_embeddings=True,
 )
-
-
-@dataclass
-class Fingerprint:
-    difference: str  # how some code differs from GPT-2; empty if it does not
-    logits: list[float]  # its tiny model's, to tell changed models apart; empty if it fails
-    loss: float  # the same
 
 
 class Pretrained(NamedTuple):
@@ -118,14 +116,11 @@ def gpt2_weights(weights: Weights) -> Weights:
     }
 
 
-class TheirConfig:
-    """Stands in for build-nanogpt's pickled GPTConfig: its fields, none of its code."""
-
-
 def read_pt(path: Path) -> Pretrained:
     """Reads nanoGPT's `ckpt.pt` or build-nanogpt's `model_*.pt`, and runs no code in it."""
+    # build-nanogpt pickles its GPTConfig: we take its fields, and none of its code
     names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
-    stand_ins: list[Any] = [(TheirConfig, name) for name in names]
+    stand_ins: list[Any] = [(SimpleNamespace, name) for name in names]
     name = f"{path}, as a checkpoint of nanoGPT or build-nanogpt,"
     with reading(name), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
@@ -179,12 +174,50 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
         model.load_state_dict(weights)
 
 
+def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
+    """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
+    written = files.fingerprint
+    if written is None:
+        return
+    with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
+        ours = make().fingerprint
+    if ours.logits == written.logits == []:  # neither tiny model runs
+        return
+    expected = torch.tensor(written.logits)
+    if other_output(torch.tensor(ours.logits), ours.loss, expected, written.loss):
+        raise UserError(
+            f"{files.origin} is a changed GPT-2 ({written.difference}), but this code does not "
+            "have the same change: use the code that wrote it"
+        )
+
+
 def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> None:
     """Raises UserError if changed code would resume a GPT-2 that has the same tensors."""
     if fingerprint.difference and read_config(directory)[1] is None:
         raise UserError(
             f"{directory} is a GPT-2, but this code is not ({fingerprint.difference}): "
             f"resume with the code that wrote it, or take its weights with --init-from {directory}"
+        )
+
+
+def check_vocabulary(name: str, model: GPT) -> None:
+    """Raises UserError if a model has another number of tokens than its tokenizer. name: its."""
+    if model.config.vocab_size != model.tokenizer.vocab_size:
+        raise UserError(
+            f"{name} has {model.config.vocab_size} tokens, its tokenizer "
+            f"{model.tokenizer.vocab_size}: put the {FILE} of its vocabulary beside its weights"
+        )
+
+
+def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Tokenizer) -> None:
+    """Raises UserError if a model and data have two vocabularies. name: the model's."""
+    check_vocabulary(name, model)
+    if model.tokenizer.sha256 != of_data.sha256:
+        own = name if os.path.isdir(name) else f"the model's {FILE}"
+        choice = "gpt2" if model.tokenizer is gpt2() else own
+        raise UserError(
+            f"{name} has a vocabulary of {model.tokenizer}, {data_dir} one of {of_data}: make data "
+            f"with the model's, by fineweb.py --tokenizer {choice}, or train a new model"
         )
 
 

@@ -1,7 +1,10 @@
 """What a run writes down: log.txt, metrics.jsonl and a tracker. Reads the two files back, too."""
 
+from __future__ import annotations
+
 import importlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -9,81 +12,39 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from support import World
-from support.common import UserError, say, sync, write_whole, writing
+from support.common import UserError, say, write_whole, writing
+
+if TYPE_CHECKING:
+    from support.distributed import World
 
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")
-RECENT = 10  # reports average this many of the last training losses: one alone is noisy
 GO_ON = "resume with --resume auto"
 
 
+@dataclass
 class Log:
-    """Writes to log.txt, metrics.jsonl and a tracker, on rank 0 only.
+    """Writes down what a run does. `open_log` makes rank 0's; Log() writes nothing.
 
     A line of log.txt is `{step} {stream} {value}`, as in build-nanogpt: a record's type and its
-    first value. Call `start` or `resume` first, then `record`, then `close`.
+    first value.
     """
 
-    def __init__(self, log_dir: str | Path, is_main: bool, tracker: str = "none"):
-        self.dir = Path(log_dir)
-        self.is_main = is_main
-        self.text = self.dir / "log.txt"
-        self.metrics = self.dir / "metrics.jsonl"
-        self.files: dict[Path, TextIO] = {}  # open on rank 0 only
-        self.opened = ExitStack()
-        self.tracker_name = tracker
-        self.tracker: Any = None
-
-    def start(self, run: dict) -> None:
-        """Begins a new run. `run` becomes the first line of metrics.jsonl."""
-        if self.is_main:
-            self.begin([{"type": "run", **run}])
-
-    def resume(self, step: int, evaluated: bool, run: dict, ours: bool = True) -> None:
-        """Cuts both files back to a checkpoint's step, so that no step appears twice.
-
-        evaluated: whether the run had evaluated this step before it saved the checkpoint.
-        ours: whether the files belong to the run that is resumed.
-        """
-        if not self.is_main:
-            return
-        records = []
-        if ours and self.metrics.exists():
-            records = read_metrics(self.metrics)
-            lost = self.metrics.read_bytes().count(b"\n") - len(records)
-            if lost > 0:  # a kill only cuts the last line, which then has no end
-                say(f"{self.metrics}: damaged lines left out: {lost}")
-        kept = [r for r in records if is_before(r, step, evaluated)]
-        self.begin([*kept, {"type": "resume", "step": step, **run}])
-
-    def open_tracker(self, run: dict, step: int) -> None:
-        """Makes `tracker` something with wandb's `log(values, step=…)` and `finish()`."""
-        if self.tracker_name == "tensorboard":
-            self.tracker = open_tensorboard(self.dir / "tensorboard", step)
-        elif self.tracker_name != "none":
-            self.tracker = importlib.import_module(self.tracker_name)
-            settings = run["config"] | run.get("model", {})
-            self.tracker.init(project="gpt2", name=self.dir.name, config=settings)
-
-    def begin(self, records: list[dict]) -> None:
-        """Replaces both files, and leaves them open."""
-        write_whole(self.metrics, *[json.dumps(r).encode() + b"\n" for r in records])
-        write_whole(self.text, "".join(map(line_of, records)).encode())
-        self.files = {  # by lines, so that a reader sees each at once, and a kill loses none
-            path: self.opened.enter_context(path.open("a", buffering=1))
-            for path in (self.metrics, self.text)
-        }
+    dir: Path = Path()
+    files: tuple[TextIO, ...] = ()  # metrics.jsonl and log.txt, open
+    tracker: Any = None
 
     def record(self, step: int, type: str, **values: Any) -> None:
         """Adds a line to metrics.jsonl, and to log.txt if the first of the values is a number."""
+        if not self.files:
+            return
         record = {"type": type, "step": step, **values}
-        lines = {self.metrics: json.dumps(record) + "\n", self.text: line_of(record)}
+        metrics, text = self.files
         with writing(self.dir, GO_ON):
-            for path, file in self.files.items():
-                file.write(lines[path])
+            metrics.write(json.dumps(record) + "\n")
+            text.write(line_of(record))
         if self.tracker:
             if type == "samples":
                 values["samples"] = "\n\n---\n\n".join(values["samples"])
@@ -94,14 +55,54 @@ class Log:
     def sync(self) -> None:
         """Waits until everything recorded is on the disk."""
         with writing(self.dir, GO_ON):
-            for path in self.files:
-                sync(path)
+            for file in self.files:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         if self.tracker:
             self.tracker.finish()
-        with writing(self.dir, GO_ON):  # a full disk still refuses the line that it has refused
-            self.opened.close()
+        # a full disk still refuses the line that it has refused; the other file is closed, too
+        with writing(self.dir, GO_ON), ExitStack() as closing:
+            for file in self.files:
+                closing.enter_context(file)
+
+
+def open_log(log_dir: Path, records: list[dict], tracker: Any = None) -> Log:
+    """Begins both files again with these records, and leaves them open."""
+    metrics = log_dir / "metrics.jsonl"
+    text = log_dir / "log.txt"
+    write_whole(metrics, *[json.dumps(r).encode() + b"\n" for r in records])
+    write_whole(text, "".join(map(line_of, records)).encode())
+    # by lines, so that a reader sees each at once, and a kill loses none
+    files = (metrics.open("a", buffering=1), text.open("a", buffering=1))
+    return Log(log_dir, files, tracker)
+
+
+def open_tracker(name: str, log_dir: Path, run: dict, step: int) -> Any:
+    """Something with wandb's `log(values, step=…)` and `finish()`, or None. run: its first record.
+
+    A resumed run replaces what TensorBoard has from `step` on.
+    """
+    if name == "none":
+        return None
+    if name == "tensorboard":
+        return open_tensorboard(log_dir / "tensorboard", step)
+    tracker = importlib.import_module(name)
+    tracker.init(project="gpt2", name=log_dir.name, config=run["config"] | run["model"])
+    return tracker
+
+
+def open_tensorboard(directory: Path, step: int) -> Any:
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer = SummaryWriter(directory, purge_step=step)
+
+    def log(values: dict, step: int) -> None:
+        for name, value in values.items():
+            add = writer.add_text if isinstance(value, str) else writer.add_scalar
+            add(name, value, step)
+
+    return SimpleNamespace(log=log, finish=writer.close)
 
 
 @contextmanager
@@ -136,6 +137,21 @@ def line_of(record: dict) -> str:
         return ""
     digits = 6 if record["type"] == "train" else 4
     return f"{record['step']} {record['type']} {value:.{digits}f}\n"
+
+
+def records_before(log_dir: Path, step: int, evaluated: bool) -> list[dict]:
+    """The records of log_dir that precede a checkpoint, so that a resume writes no step twice.
+
+    evaluated: whether the run had evaluated this step before it saved the checkpoint.
+    """
+    path = log_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    records = read_metrics(path)
+    lost = path.read_bytes().count(b"\n") - len(records)
+    if lost > 0:  # a kill only cuts the last line, which then has no end
+        say(f"{path}: damaged lines left out: {lost}")
+    return [record for record in records if is_before(record, step, evaluated)]
 
 
 def is_before(record: dict, step: int, evaluated: bool) -> bool:
@@ -210,17 +226,3 @@ def read_runs(*patterns: str) -> list[LoggedRun]:
     if not logs:
         raise FileNotFoundError(f"no run in {patterns}: make quickstart makes log/quickstart")
     return [read_run(log.parent) for log in logs]
-
-
-def open_tensorboard(directory: Path, step: int) -> Any:
-    """TensorBoard with wandb's interface. A resumed run replaces the steps from `step` on."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(directory, purge_step=step)
-
-    def log(values: dict, step: int) -> None:
-        for name, value in values.items():
-            add = writer.add_text if isinstance(value, str) else writer.add_scalar
-            add(name, value, step)
-
-    return SimpleNamespace(log=log, finish=writer.close)

@@ -1,12 +1,16 @@
 """Looks into a model, for the notebook: what attention looks at, what the weights have learned."""
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from support import GPT
-from support.plots import BLACK, COLORS, new_figure
+from support.plots import COLORS, GREY, new_figure
+
+if TYPE_CHECKING:
+    from model import GPT
 
 
 def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
@@ -35,7 +39,7 @@ def plot_positions(model: GPT) -> Any:
     """Draws position embeddings: singular values, and the strongest directions along positions."""
     figure, (values, waves) = new_figure(1, 2)
     U, S, _ = np.linalg.svd(model.transformer.wpe.weight.numpy(force=True), full_matrices=False)
-    values.plot(S, color=BLACK)
+    values.plot(S, color=GREY)
     values.set(xlabel="number, largest first", ylabel="singular value", title="position embeddings")
     for k in range(3):
         waves.plot(U[:, k] * S[k], color=COLORS[k], label=f"number {k}")

@@ -3,16 +3,23 @@
 plan.py prints the estimate before a run. Training uses it where it cannot try out a micro-batch.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
-from support import GPT, TrainConfig, World
 from support.common import UserError
 from support.device import autocast, free_memory
 from support.sharding import is_sharded
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from model import GPT
+    from support.distributed import World
 
 FLOAT32 = 4  # bytes
 HEADROOM = 0.03  # of a GPU's memory: its allocator cannot fill every hole
@@ -178,9 +185,10 @@ def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:
             "out of GPU memory before the first step: is another program using this GPU? "
             "--sharding fsdp shares the model among several GPUs"
         )
-    mend = "--sharding fsdp, on several GPUs"
+    advice = "--sharding fsdp, on several GPUs"
     if batch_size > 1:
-        mend = f"--batch-size {batch_size // 2}"
+        advice = f"--batch-size {batch_size // 2}"
     elif not config.activation_checkpointing:
-        mend = "--activation-checkpointing"
-    return f"out of GPU memory with a micro-batch of {batch_size}: add {mend}; the run is the same"
+        advice = "--activation-checkpointing"
+    problem = f"out of GPU memory with a micro-batch of {batch_size}"
+    return f"{problem}: add {advice}; the run is the same"

@@ -14,16 +14,12 @@ import numpy as np
 from support.common import first_line, say, write_whole
 from support.log import LoggedRun, read_run, starts_of
 
-# Colour-blind readers can tell these apart, and none is pale (contrast to white above 3:1).
-# From Okabe & Ito's palette; the purple is Tol's, which is darker.
-BLUE = "#0072b2"
+# Colour-blind readers can tell these apart. Their contrast is above 3.8 on GitHub's light pages and
+# on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
+BLUE = "#2f81b7"
 RED = "#d55e00"
-BLACK = "#1f2328"
-PALE = "#949494"  # for what shows no difference
-COLORS = (BLUE, RED, "#009e73", "#aa4499", BLACK)  # the third is green, the fourth purple
-# Those, and the ticks, grid and paper of gpt2.mplstyle: on light pages, and on dark ones
-LIGHT = (*COLORS, PALE, "#59636e", "#d1d9e0", "#ffffff")
-DARK = "#58a6ff #f0883e #3fb98f #d67fc8 #e6edf3 #6e7681 #9198a1 #30363d #0d1117"
+GREY = "#727a83"  # also of the text, see gpt2.mplstyle
+COLORS = (BLUE, RED, "#008f68", "#b5559f", GREY)  # the third is green, the fourth purple
 
 OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
@@ -89,13 +85,12 @@ def plot_run(log_dir: str | Path) -> Any:
     """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
     run = read_run(log_dir)
-    draws = [draw_loss]
-    if scored([run]) and len(run.streams["hella"][0]) > 1:
-        draws.append(draw_hellaswag)
-    figure, axes = new_figure(1, len(draws))
-    for axis, draw in zip(axes, draws, strict=True):
-        draw(axis, [run])
+    has_scores = scored([run]) and len(run.streams["hella"][0]) > 1
+    figure, axes = new_figure(1, 2 if has_scores else 1)
+    draw_loss(axes[0], [run])
     axes[0].set_title(title_of(run))
+    if has_scores:
+        draw_hellaswag(axes[1], [run])
     save_picture(figure, Path(log_dir) / "loss.png")
     return figure
 
@@ -111,17 +106,12 @@ def redraw(log_dir: str | Path) -> bool:
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Writes a figure as NAME.png, or as NAME.svg and NAME-dark.svg, which are transparent."""
+    """Writes a figure as NAME.png, or for light and dark pages as NAME.svg, transparent."""
     picture = io.BytesIO()
+    undated = dict(Date=None, Creator=None)  # an svg is always the same bytes
     is_svg = path.suffix == ".svg"
-    nothing = dict(Date=None, Creator=None) if is_svg else {}
-    figure.savefig(picture, format=path.suffix[1:], transparent=is_svg, metadata=nothing)
+    figure.savefig(picture, format=path.suffix[1:], transparent=is_svg, metadata=undated)
     write_whole(path, picture.getvalue())
-    if is_svg:
-        dark = picture.getvalue().decode()
-        for color, instead in zip(LIGHT, DARK.split(), strict=True):
-            dark = dark.replace(color, instead)
-        write_whole(path.with_stem(f"{path.stem}-dark"), dark.encode())
 
 
 def text_of(run: LoggedRun) -> str:
@@ -172,7 +162,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             if alone:
                 resumes = [record["step"] for record in starts_of(run.records)[1:]]
                 crossed = np.interp(resumes, steps, mean)
-                axis.plot(resumes, crossed, "x", color=BLACK, ms=7, mew=1.6)
+                axis.plot(resumes, crossed, "x", color=GREY, ms=7, mew=1.6)
                 axis.set_xlabel("step (×: interrupted, then resumed)" if resumes else "step")
             if alone and deviation.any():
                 band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
@@ -185,7 +175,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             label = f"{name} {losses[-1]:.3f}"
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            style = dict(markersize=5.5, markeredgecolor="white", clip_on=False)
+            style = dict(markersize=5, clip_on=False)
             ink = RED if alone else color
             axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, label=label, **style)
     if tops:
@@ -207,7 +197,7 @@ def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
 def draw_levels(axis: Any, levels: dict[str, float]) -> None:
     """Draws published figures as dashed lines."""
     for name, y in levels.items():
-        axis.axhline(y, linestyle="--", color=BLACK, linewidth=1, label=name)
+        axis.axhline(y, linestyle="--", color=GREY, linewidth=1, label=name)
 
 
 def examples_of(run: LoggedRun) -> int:
@@ -255,7 +245,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
-        arrow = dict(arrowstyle="-|>", color="#59636e", linewidth=0.6, relpos=(across, 0))
+        arrow = dict(arrowstyle="-|>", color=GREY, linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
     axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=90)
@@ -276,62 +266,6 @@ def plot_training(runs: list[LoggedRun]) -> Any:
         axis.legend()
     axes[-1].set_ylim(bottom=0)
     return figure
-
-
-# -- comparisons
-
-
-def plot_comparison(result: dict[str, Any]) -> Any:
-    """Draws what compare.py found: each arm's losses by tokens, and its differences to the base."""
-    figure, [losses, differences] = new_figure(1, 2, 3.6)
-    measure = result.get("measure", "validation loss")
-    names = name_arms(result["arms"])
-    found = []
-    for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
-        if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
-            start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
-            millions = np.array(ended[0]["tokens"][start:]) / 1e6
-            seeds = np.array([run["losses"][start:] for run in ended])
-            losses.plot(millions, seeds.mean(0), color=color, label=name)
-            losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
-        against = arm["against"]
-        if "mean" in against:
-            found.append((against["mean"], against["half"], name))
-            rows = [name] * len(arm["runs"])
-            differences.plot(against["differences"], rows, "|", color=color, ms=9)
-            differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
-    unit = "nats" if measure == "validation loss" else measure
-    title = describe_best(found, names[0], unit) if found else ""
-    losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
-    label_x(losses, "tokens (millions)")
-    label_lines(losses)
-    differences.axvline(0, color=BLACK, linewidth=0.8)
-    differences.margins(x=0.1, y=0.3)
-    differences.invert_yaxis()
-    differences.set_title("Each seed, mean and 95% interval")
-    label_x(differences, f"final {measure} minus that of {names[0]}")
-    return figure
-
-
-def name_arms(arms: list[dict]) -> list[str]:
-    """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
-    recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
-    pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
-    if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
-        return [arm["name"] for arm in arms]
-    shown = dict(adamw="AdamW", muon="Muon")
-    return [
-        f"{shown.get(name, name)}, {np.format_float_scientific(rate, trim='-', exp_digits=1)}"
-        for name, rate in pairs
-    ]
-
-
-def describe_best(found: list[tuple], base: str, unit: str) -> str:
-    """What the arm with the lowest mean shows. found: mean, half of its interval, name."""
-    mean, half, name = min(found)
-    if abs(mean) <= half:
-        return f"No difference between {name} and {base} can be seen"
-    return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
 
 
 # -- tables of the notebook

@@ -1,36 +1,33 @@
 """What a run says about itself: at its start, in `report.md`, and as its last words."""
 
+from __future__ import annotations
+
 import dataclasses
 import platform
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from textwrap import indent
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support import DataLoaderLite, Progress, TrainConfig, World
-from support.common import counted, duration, write_whole
+from support.common import counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
-from support.log import RECENT, read_metrics, starts_of
+from support.log import read_metrics, starts_of
 from support.tokenizer import Tokenizer, gpt2
 
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from model import DataLoaderLite
+    from support.checkpoint import Progress
+    from support.distributed import World
+
+RECENT = 10  # the report averages this many of the last training losses: one alone is noisy
+
 # -- at the start
-
-
-@lru_cache(maxsize=1)  # the code that runs is the one that was imported
-def revision() -> str:
-    """The commit of this code, marked if it was changed since; empty without git."""
-    if not shutil.which("git"):
-        return ""
-    command = ["git", "describe", "--always", "--dirty"]
-    here = Path(__file__).parent
-    return subprocess.run(command, capture_output=True, text=True, cwd=here).stdout.strip()
 
 
 def describe_run(
@@ -84,17 +81,18 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     model = about["model"]
     text = Path(about["config"]["data_dir"]).name
     rows = [f"| {name} | {figure} |" for name, figure in figures(records, about).items()]
+    commands = "\n".join(f"{start['time']}  {start['command']}" for start in starts)
     parts = [
         f"# GPT-2 of {model['n_layer']} layers and {model['n_embd']} channels, on {text}",
         "![training and validation loss](loss.png)" if has_curve else "",
         "\n".join(["| | |", "|---|---|", *rows]),
         "## Commands",
-        as_code("\n".join(f"{start['time']}  {start['command']}" for start in starts)),
+        indent(commands, "    "),  # code, in Markdown
     ]
     samples = of_type(records, "samples")
     for record in samples[:1] + samples[1:][-1:]:
         parts.append(f"## Samples after {record['step']:,} updates")
-        parts += [as_code(text) for text in record["samples"]]
+        parts += [indent(text.rstrip(), "    ") for text in record["samples"]]
     write_whole(log_dir / "report.md", ("\n\n".join(filter(None, parts)) + "\n").encode())
 
 
@@ -127,8 +125,9 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         rows |= record.get("figures", {})
         if record.get("nats_per_character"):
             rows["nats/character"] = f"{record['nats_per_character']:.4f}"
-    name, ranks, threads = map(about["device"].get, ("name", "processes", "threads"))
-    rows["machine"] = f"{name}; {counted(ranks, 'process', 'es')} × {counted(threads, 'thread')}"
+    machine = about["device"]
+    processes = counted(machine["processes"], "process", "es")
+    rows["machine"] = f"{machine['name']}; {processes} × {counted(machine['threads'], 'thread')}"
     versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
     rows["code"] = f"revision {about['git'] or 'unknown'}; {about['dtype']}; {versions}"
     return rows
@@ -137,11 +136,6 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
 def describe_best(best: dict[str, Any]) -> str:
     """best: the step and the loss of the checkpoint with the lowest validation loss."""
     return f"ckpt_{best['step']:06d}, with the lowest validation loss: {best['loss']:.4f}"
-
-
-def as_code(text: str) -> str:
-    """A text as a Markdown code block."""
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()).rstrip()
 
 
 def last_words(
@@ -159,8 +153,8 @@ def last_words(
     lines["The report:"] = f"{log_dir}/report.md"
     if Path(log_dir, "loss.png").exists():
         lines["The curve:"] = f"{log_dir}/loss.png"
-    if progress.best:
-        lines["The best:"] = f"{log_dir}/{describe_best(progress.best)}"
+    if progress.best_saved:
+        lines["The best:"] = f"{log_dir}/{describe_best(progress.best_saved)}"
     if last_saved:
         prompt = shlex.quote(config.sample_prompt)
         lines["Sample it:"] = f"{python} sample.py --model {last_saved} --prompt {prompt}"

@@ -1,20 +1,27 @@
 """Resuming: what two starts of a run may differ in; finding, refusing, restoring a checkpoint."""
 
+from __future__ import annotations
+
 import dataclasses
 import shlex
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support import GPT, DataLoaderLite, TrainConfig, World, checkpoint
+from support import checkpoint
 from support.checkpoint import Checkpoint, Progress
-from support.common import UserError, writing
+from support.common import UserError, revision, writing
 from support.device import device_name
-from support.log import Log, read_metrics, starts_of
-from support.report import revision
-from support.shards import find_shards, identify
+from support.log import Log, open_log, open_tracker, read_metrics, records_before, starts_of
+from support.token_files import find_shards, identify
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from model import GPT, DataLoaderLite
+    from support.distributed import World
 
 # A resumed run may change these without a word.
 SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device", "find_nan"}
@@ -41,7 +48,7 @@ def args_to_resume(args: list[str]) -> list[str]:
     return [*kept, "--resume", "auto"]
 
 
-# -- which checkpoint
+# -- which settings, which checkpoint
 
 
 def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
@@ -54,7 +61,9 @@ def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
     if world.is_main and launches:
         starts = starts_of(records_of(config))
         if starts and set(launches) & set(starts[-1]["launch"]):
-            config = dataclasses.replace(config, resume="auto", overwrite=False)
+            config = copy(config)
+            config.resume = "auto"
+            config.overwrite = False
     return world.broadcast(config)
 
 
@@ -63,26 +72,49 @@ def records_of(config: TrainConfig) -> list[dict[str, Any]]:
     return read_metrics(Path(config.log_dir, "metrics.jsonl"))
 
 
-def find_checkpoint(config: TrainConfig, world: World) -> Checkpoint | None:
-    """The checkpoint to resume from; None for a new run.
+def find_start(
+    config: TrainConfig, world: World, model_fields: tuple[dataclasses.Field, ...]
+) -> tuple[TrainConfig, Checkpoint | None]:
+    """The settings in force, and the checkpoint to resume from; None for a new run.
 
-    auto takes the newest of log_dir. If there is none yet, it takes the checkpoint from elsewhere
-    that the run in log_dir began with.
+    model_fields: those of GPTConfig. Says what differs from before. Raises UserError if no
+    checkpoint is whole, or if its model or optimizer is another one.
     """
     if config.resume == "none":
-        return None
-    whole = Path(config.resume).resolve()
-    is_below = whole.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
-    candidates = [Path(config.log_dir, whole.name) if is_below else Path(config.resume)]
-    if config.resume == "auto":
-        candidates = checkpoint.checkpoints(config.log_dir)[::-1]
-        starts = [] if candidates else starts_of(records_of(config))
-        if starts and starts[-1].get("resumed_from"):
-            candidates = [Path(starts[-1]["resumed_from"])]
-    resumed_from = checkpoint.find(candidates, world)
+        return config, None
+    resumed_from = checkpoint.find(candidates_for(config), world)
     if resumed_from is None:
         world.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
-    return resumed_from
+        return config, None
+    path = resumed_from.path
+    state = resumed_from.state
+    config = config.keep_typed_warmup(state["config"])
+    changed = compare_settings(config, resumed_from, model_fields)
+    world.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
+    if changed:
+        world.say(f"  with other settings than before: {', '.join(changed)}")
+    then = state["machine"]
+    here = describe_machine(world)
+    moved = [f"{key} {then[key]} -> {here[key]}" for key in here if then[key] != here[key]]
+    if moved:
+        world.say(f"  so its last bits may differ from the uninterrupted run's: {', '.join(moved)}")
+    return config, resumed_from
+
+
+def candidates_for(config: TrainConfig) -> list[Path]:
+    """The checkpoints that --resume means, the preferred one first.
+
+    auto means those of log_dir, from the newest on. If there is none yet, it means the checkpoint
+    from elsewhere that the run in log_dir began with.
+    """
+    if config.resume == "auto":
+        own = checkpoint.checkpoints(config.log_dir)[::-1]
+        starts = starts_of(records_of(config))
+        elsewhere = starts[-1].get("resumed_from") if starts else None
+        return own or ([Path(elsewhere)] if elsewhere else [])
+    whole = Path(config.resume).resolve()
+    is_below = whole.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
+    return [Path(config.log_dir, whole.name) if is_below else Path(config.resume)]
 
 
 def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
@@ -144,19 +176,6 @@ def describe_machine(world: World) -> dict[str, Any]:
     }
 
 
-def say_what_differs(world: World, resumed_from: Checkpoint, changed: list[str]) -> None:
-    path = resumed_from.path
-    state = resumed_from.state
-    world.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
-    if changed:
-        world.say(f"  with other settings than before: {', '.join(changed)}")
-    then = state["machine"]
-    here = describe_machine(world)
-    moved = [f"{key} {then[key]} -> {here[key]}" for key in here if then[key] != here[key]]
-    if moved:
-        world.say(f"  so its last bits may differ from the uninterrupted run's: {', '.join(moved)}")
-
-
 def identify_data(config: TrainConfig, resumed_from: Checkpoint | None) -> dict[str, dict]:
     """What a checkpoint keeps of the data: {split: `identify` of its shards}.
 
@@ -180,10 +199,10 @@ def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> 
     added = sorted(now.keys() - before.keys())
     changed = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
     if missing or added or changed:
-        mend = "put the shards back" if missing or changed else "move the new shards away"
+        advice = "put the shards back" if missing or changed else "move the new shards away"
         raise UserError(
             f"{data_dir} has other shards than when {path} was written (missing: {missing[:3]}, "
-            f"changed: {changed[:3]}, new: {added[:3]}): {mend}, or start a new run from its "
+            f"changed: {changed[:3]}, new: {added[:3]}): {advice}, or start a new run from its "
             f"weights with --init-from {path}"
         )
 
@@ -208,10 +227,9 @@ def restore(
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])
     loader.load_state_dict(state)
-    names = [field.name for field in dataclasses.fields(Progress)]
-    progress = Progress(**{name: state[name] for name in names})
+    progress = Progress.from_saved(state)
     if not is_own(config, resumed_from):
-        progress.best = None  # its checkpoint is not in this log_dir
+        progress.best_saved = None  # its checkpoint is not in this log_dir
     return progress
 
 
@@ -234,18 +252,22 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
 
 
 def start_logs(
-    config: TrainConfig, log: Log, resumed_from: Checkpoint | None, about: dict[str, Any]
-) -> None:
-    """Begins the logs, or continues those of the checkpoint's run."""
+    config: TrainConfig, world: World, resumed_from: Checkpoint | None, about: dict[str, Any]
+) -> Log:
+    """Begins the logs, or continues those of the checkpoint's run. Only rank 0's write."""
+    if not world.is_main:
+        return Log()
+    log_dir = Path(config.log_dir)
     step = resumed_from.state["step"] if resumed_from else 0
-    if log.is_main:
-        log.open_tracker(about, step)  # if it fails, the old run is still there
-        with writing(Path(config.log_dir)):
-            clear_the_way(config, resumed_from)
+    # before the old run is cleared away: this may fail
+    tracker = open_tracker(config.tracker, log_dir, about, step)
+    with writing(log_dir):
+        clear_the_way(config, resumed_from)
     if resumed_from is None:
-        log.start(about)
-        return
-    own = is_own(config, resumed_from)
-    if not own:
+        return open_log(log_dir, [{"type": "run", **about}], tracker)
+    kept = []
+    if is_own(config, resumed_from):
+        kept = records_before(log_dir, step, resumed_from.state["evaluated"])
+    else:
         about = about | {"resumed_from": str(resumed_from.path.resolve())}
-    log.resume(step, resumed_from.state["evaluated"], about, ours=own)
+    return open_log(log_dir, [*kept, {"type": "resume", "step": step, **about}], tracker)

@@ -10,9 +10,11 @@ zero1 and fsdp are FSDP2 (Zhao et al. 2023). On several nodes, the processes of 
 copy, so that only sums cross the network. One process shards nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,8 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from support import GPT, World
-from support.compile import eager
+from support.device import limit_nccl
+
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import World
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -29,7 +34,7 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def units_of(model: GPT) -> list[Any]:
+def fsdp_units(model: GPT) -> list[Any]:
     """What FSDP2 gathers at a time: each block, and the rest of the model."""
     return [*model.transformer.h, model]
 
@@ -47,8 +52,8 @@ def shard(model: GPT, world: World, sharding: str) -> None:
     names = ("copies", "shards")[-len(shape) :]
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
-        world.limit_nccl(group)
-    for unit in units_of(model):
+        limit_nccl(group, world.device)
+    for unit in fsdp_units(model):
         fully_shard(unit, mesh=mesh)
     # the first forward finishes the set-up, and must be of the whole model
     x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
@@ -59,7 +64,7 @@ def shard(model: GPT, world: World, sharding: str) -> None:
 
 def reshard(model: GPT, sharding: str) -> None:
     """Leaves each process its shard of the weights. fsdp gathers a block only for its turn."""
-    for unit in units_of(model):
+    for unit in fsdp_units(model):
         unit.set_reshard_after_forward(sharding == "fsdp" and unit is not model, recurse=False)
         unit.reshard()
 
@@ -67,7 +72,7 @@ def reshard(model: GPT, sharding: str) -> None:
 @contextmanager
 def unsharded(model: GPT, sharding: str) -> Iterator[None]:
     """For evaluation: inside, each process holds all weights, and calls the model once or more."""
-    units = units_of(model) if is_sharded(model) else []
+    units = fsdp_units(model) if is_sharded(model) else []
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)
         unit.unshard()
@@ -86,7 +91,7 @@ def wrap(model: GPT, world: World) -> nn.Module:
     # After its first backward pass, DDP divides the gradients into other buckets, which three or
     # more processes sum in another order. A resumed run must not have a first one again.
     x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
-    with eager():
+    with torch.compiler.set_stance("force_eager"):  # this shape would be compiled, too
         trained(x, x)[1].backward()
     model.zero_grad(set_to_none=True)
     return trained

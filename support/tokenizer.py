@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from support import GPT
 from support.common import UserError, reading
 
 RANKS_FILE = Path(__file__).parent.parent / "assets" / "gpt2.tiktoken"
@@ -112,16 +113,13 @@ def gpt2() -> Tokenizer:
 
 def from_merges(vocabulary: dict[str, int], merges: list) -> Tokenizer:
     """From Hugging Face's {word: number}. Raises ValueError if ranks alone lead to other merges."""
-    from tokenizers import Tokenizer as Theirs
-    from tokenizers import decoders, models, pre_tokenizers, processors
-
     words = sorted(vocabulary.keys() - {END}, key=vocabulary.__getitem__)
     numbers = {word: number for number, word in enumerate([*words, END])}
     model = models.BPE(numbers, [(first, second) for first, second in merges])
     merged = [first + second for first, second in merges]
     if merged != words[256:] or any(len(model.tokenize(word)) > 1 for word in words):
         raise ValueError("the merges are not those of the ranks")
-    theirs = Theirs(model)
+    theirs = tokenizers.Tokenizer(model)
     theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     theirs.decoder = decoders.ByteLevel()
     theirs.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -143,10 +141,7 @@ def replace_surrogates(text: str) -> str:
 
 def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more."""
-    from tokenizers import Tokenizer as Trained
-    from tokenizers import models, pre_tokenizers, trainers
-
-    trained = Trained(models.BPE())
+    trained = tokenizers.Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
@@ -196,9 +191,7 @@ def parse(content: str) -> Tokenizer | None:
 
 def what_decides(content: str) -> list:
     """Of a tokenizer.json, what decides which tokens a text has. Old files write it otherwise."""
-    from tokenizers import Tokenizer
-
-    parts = json.loads(Tokenizer.from_str(content).to_str())
+    parts = json.loads(tokenizers.Tokenizer.from_str(content).to_str())
     parts["pre_tokenizer"].pop("trim_offsets", None)
     added = [(token["id"], token["content"]) for token in parts["added_tokens"]]
     model = [parts["model"][name] for name in ("type", "vocab", "merges")]
@@ -230,24 +223,3 @@ def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
                 "back, or rebuild all with fineweb.py --overwrite"
             )
     return tokenizer
-
-
-def check_vocabulary(name: str, model: GPT) -> None:
-    """Raises UserError if a model has another number of tokens than its tokenizer. name: its."""
-    if model.config.vocab_size != model.tokenizer.vocab_size:
-        raise UserError(
-            f"{name} has {model.config.vocab_size} tokens, its tokenizer "
-            f"{model.tokenizer.vocab_size}: put the {FILE} of its vocabulary beside its weights"
-        )
-
-
-def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Tokenizer) -> None:
-    """Raises UserError if a model and data have two vocabularies. name: the model's."""
-    check_vocabulary(name, model)
-    if model.tokenizer.sha256 != of_data.sha256:
-        own = name if os.path.isdir(name) else f"the model's {FILE}"
-        choice = "gpt2" if model.tokenizer is gpt2() else own
-        raise UserError(
-            f"{name} has a vocabulary of {model.tokenizer}, {data_dir} one of {of_data}: make data "
-            f"with the model's, by fineweb.py --tokenizer {choice}, or train a new model"
-        )

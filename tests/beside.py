@@ -5,7 +5,7 @@ from copy import deepcopy
 
 from support import checkpoint
 from support.common import run_script
-from support.distributed import several
+from support.distributed import under_torchrun
 from train_gpt2 import main
 
 
@@ -15,11 +15,11 @@ def write_beside(patch: Callable[[object, str, object], None] = setattr) -> None
     def copying(take):
         return lambda *args, **options: deepcopy(take(*args, **options))
 
-    patch(checkpoint, "BESIDE", {"cpu"})
+    patch(checkpoint, "SAVES_IN_BACKGROUND", {"cpu"})
     for name in ("get_model_state_dict", "get_optimizer_state_dict"):
         patch(checkpoint.state_dict, name, copying(getattr(checkpoint.state_dict, name)))
 
 
 if __name__ == "__main__":
     write_beside()
-    run_script(main, at_once=several())
+    run_script(main, at_once=under_torchrun())

@@ -6,12 +6,12 @@ from bench import BenchConfig, Machine
 from benchmarks.peers import training
 from support.common import parse_flags, run_script
 from support.device import synchronize
-from support.distributed import World
+from support.distributed import start_world
 
 
 def main(args: list[str]) -> None:
     machine = Machine(parse_flags(BenchConfig, args))
-    with World(machine.config.device) as world:
+    with start_world(machine.config.device) as world:
         update = training(world, **machine.step("").options)
         for _ in range(3):  # compiles, and makes AdamW's moments
             update()

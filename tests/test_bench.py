@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import run_script
 
 import bench
 import plan
 from bench import BenchConfig, Machine
 from benchmarks import measure, peers
 from benchmarks.measure import Side
+from benchmarks.tables import describe_ratio, format_table
 from support.common import UsageError
-from support.distributed import World
+from support.distributed import start_world
 from support.tokenizer import VOCAB_SIZE
 
 SECONDS = {"a": 4.0, "b": 2.0, "c": 1.0}  # of the first run of a fake side
@@ -40,7 +40,7 @@ def machine(monkeypatch):
 def run_here(make, **options):
     """What the first run of a side returns, in this process."""
     torch.manual_seed(0)
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         return make(world, **options)()
 
 
@@ -148,25 +148,47 @@ def test_this_repository_stands_beside_anothers_compiled_step(machine, monkeypat
     assert not sides["transformers, eager"]["compile"]
 
 
+def climb(m: Machine, monkeypatch, fits: int) -> list[Side]:
+    """The sides of the ladder on 4 cores, where micro-batches up to `fits` have room."""
+    seen = []
+
+    def measured(sides, *_):
+        for side in sides:
+            seen.append(side)
+            yield dict(error="out of memory") if side.options["B"] > fits else {}
+
+    monkeypatch.setattr(bench, "measure", measured)
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert len(list(bench.climb_ladder(m))) == len(seen)
+    return seen
+
+
 def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_before(machine, monkeypatch):
     m = machine()
-    seen = []
-    monkeypatch.setattr(bench, "measure", lambda compared, *_: seen.extend(compared) or iter(()))
-    list(bench.climb_ladder(m))
+    seen = climb(m, monkeypatch, fits=99)
     for base, rung in itertools.pairwise(seen):
         changed = [key for key, value in rung.options.items() if base.options[key] != value]
-        assert len(changed) == 1, rung.name
-    assert seen[-1].options == m.step("", B=4).options  # it ends with what training does here
-    assert "+ TF32 matmuls" not in [rung.name for rung in seen]  # this is a CPU
+        assert len(changed) + (rung.processes != base.processes) == 1, rung.name
+    names = [rung.name for rung in seen]
+    assert "+ TF32 matmuls" not in names  # this is a CPU
+    whole = seen[names.index("+ freed memory kept")]
+    assert whole.options == m.step("").options, "what training does here"
 
 
-def test_a_sweep_begins_with_the_largest_and_goes_on_after_one_that_does_not_fit(machine):
-    for asked, largest in ((10, 8), (0, 16)):
-        m = machine(max_batch=asked)
-        m.measure = lambda compared: [dict(name=compared[0].name, error="out of memory")]
-        rows = list(bench.sweep_batch_sizes(m))
-        assert rows[0]["name"] == f"B {largest}" and rows[-1]["name"] == "B 1"
-        assert len(rows) == largest.bit_length()
+@pytest.mark.parametrize("asked, fits, names, B", [
+    (10, 99, ["+ micro-batch of 4", "+ micro-batch of 8"], 8),
+    (0, 7, ["+ micro-batch of 4", "+ micro-batch of 8"], 4),
+    (2, 99, [], 2),
+])  # fmt: skip
+def test_micro_batches_grow_until_one_fails_and_processes_have_the_largest_that_fits(
+    machine, monkeypatch, asked, fits, names, B
+):
+    seen = climb(machine(max_batch=asked), monkeypatch, fits)
+    *_, two, four = seen
+    assert [side.name for side in seen if "micro-batch" in side.name] == names
+    assert (two.name, four.name, four.processes) == ("2 processes", "4 processes", 4)
+    assert two.options["B"] == four.options["B"] == B
+    assert four.amount == 4 * B * 32
 
 
 def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
@@ -188,63 +210,31 @@ def test_a_side_that_fails_says_why_and_the_next_has_the_base_before_it(alive, n
     assert [row["name"] for row in rows] == names
     assert rows[names.index("too large")]["error"].startswith(type(error).__name__)
     assert rows[2]["speedup"] == pytest.approx(2 / 1.01) and not alive
-    assert type(error).__name__ in bench.format_table(rows)
-    result = dict(benchmarks={"ladder": {"rows": rows}}, device={"name": "a CPU"})
-    result["config"] = dict(model="tiny", against="", batch_size=1, sequence_length=1)
-    for shown in (rows, [row for row in rows if "error" in row]):
-        result["benchmarks"]["ladder"]["rows"] = shown
-        [axis] = bench.plot_benchmarks(result).axes
-        drawn = [label.get_text() for label in axis.get_yticklabels()]
-        assert drawn == [row["name"] for row in shown if "median" in row]
-        assert axis.get_title("left") == "No row is shown to be faster than its base", (
-            "of one round"
-        )
+    assert type(error).__name__ in format_table(rows)
 
 
 # -- what is reported
 
 
-def test_a_result_is_written_as_a_table_a_picture_and_json_which_plan_reads(tmp_path):
-    flags = "--model tiny --sequence-length 16 --rounds 1 --no-compile --device cpu"
-    sweep = [*flags.split(), "--sweep", "batch", "--max-batch", 1]
-    printed = run_script("bench.py", *sweep, "--out", tmp_path / "here").stdout
+def test_a_result_is_written_as_a_table_and_json_which_plan_reads(monkeypatch, capsys, tmp_path):
+    """Of a ladder without techniques: an update by one process, then by two."""
+    monkeypatch.setattr(bench, "TECHNIQUES", {})
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    flags = "--model tiny --sequence-length 16 --batch-size 1 --max-batch 1 --rounds 1 --no-compile"
+    bench.main([*flags.split(), "--device", "cpu", "--out", str(tmp_path / "here")])
+    printed = capsys.readouterr().out
     assert "tokens/s" in printed and "measured here" in printed and "MFU" in printed
     table = [line for line in printed.splitlines() if line.startswith("|")]
-    assert len(table) == 3 and len({len(line) for line in table}) == 1  # aligned
+    assert len(table) == 4 and len({len(line) for line in table}) == 1  # aligned
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["versions"]["torch"] and result["git"] and result["command"].startswith("python")
-    (row,) = result["benchmarks"]["sweep"]["rows"]
-    assert bench.plot_benchmarks(result) is None and not (tmp_path / "here.png").exists()
+    one, two = result["benchmarks"]["ladder"]["rows"]
+    assert one["loss"] > 0 and two["name"] == "2 processes" and two["speedup"] > 0
     read = plan.read_mfu(str(tmp_path / "here.json"), re.escape(result["device"]["name"]))
-    assert read[0] == row["MFU"] > 0
+    assert read[0] == max(one["MFU"], two["MFU"]) > 0
 
 
-def test_a_picture_has_ratios_with_ranges_pale_without_a_difference_and_speeds_beside(alive):
-    rows = fake_rows("a", "b", "c")
-    rows[1] |= dict(speedup_low=1.9, speedup_high=2.1)
-    rows[1]["name"] = "b of AdamW"
-    rows[2] |= dict(speedup=1.01, speedup_low=0.9, speedup_high=1.1)
-    config = dict(model="tiny", against="", batch_size=1, sequence_length=1)
-    result = dict(benchmarks={"generate": {"rows": rows}, "sweep": {"rows": rows}})
-    result |= dict(device={"name": "a CPU"}, config=config)
-    [axis] = bench.plot_benchmarks(result).axes
-    assert axis.get_title("left") == "B of AdamW: 1.98 × as fast as a"
-    *drawn, one = axis.lines
-    assert one.get_xdata() == [1, 1]
-    spans = [line.get_xdata().tolist() for line in drawn if len(line.get_xdata()) == 2]
-    assert spans == [[row["speedup_low"], row["speedup_high"]] for row in rows[1:]]
-    assert [line.get_color() for line in drawn] == [bench.BLUE] * 2 + [bench.PALE] * 2
-    beside = [text.get_text().split() for text in axis.texts]
-    assert beside == [
-        ["base", f"{rows[0]['median']:.1f}", "tokens/s"],
-        ["1.98", "×", f"{rows[1]['median']:.1f}", "tokens/s"],
-        ["1.01", "×", f"{rows[2]['median']:.1f}", "tokens/s"],
-    ]
-
-
-def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_picture(
-    machine, monkeypatch, tmp_path
-):
+def test_when_time_ends_the_rows_that_are_there_are_in_the_record(machine, monkeypatch, tmp_path):
     def end_early(m):
         yield dict(name="a", unit="tokens/s", median=1.0)
         raise KeyboardInterrupt
@@ -254,7 +244,6 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
         bench.run_benchmarks(replace(machine().config, out=str(tmp_path / "here")), [])
     result = json.loads((tmp_path / "here.json").read_text())
     assert [row["name"] for row in result["benchmarks"]["ladder"]["rows"]] == ["a"]
-    assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.parametrize("low, high, shown", [
@@ -267,7 +256,7 @@ def test_when_time_ends_the_rows_that_are_there_are_in_the_record_and_in_the_pic
     (1.0, 2.5, "2.00 × (1.00 to 2.50): no difference shown"),
 ])  # fmt: skip
 def test_nothing_is_faster_whose_range_holds_1_or_that_has_no_range(low, high, shown):
-    assert bench.describe_ratio(dict(speedup=2, speedup_low=low, speedup_high=high)) == shown
+    assert describe_ratio(dict(speedup=2, speedup_low=low, speedup_high=high)) == shown
 
 
 def test_mistakes_are_reported_together_each_in_one_line():

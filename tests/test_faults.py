@@ -38,8 +38,8 @@ from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, divergence
 from support.common import UserError, hash_file
-from support.distributed import Stop, World
-from support.log import Log, read_log, read_metrics
+from support.distributed import Stop, start_world
+from support.log import open_log, read_log, read_metrics, records_before
 from support.report import revision
 from support.resume import identify_data
 
@@ -146,7 +146,7 @@ def test_a_start_that_fails_leaves_the_run_that_it_would_overwrite(corpus, run_d
 def find(log_dir: Path):
     said: list[str] = []
     candidates = checkpoint.checkpoints(log_dir)[::-1]
-    world = World("cpu")
+    world = start_world("cpu")
     world.say = said.append
     return checkpoint.find(candidates, world), said
 
@@ -324,16 +324,16 @@ def test_a_resume_says_whether_the_machine_and_the_data_are_those_of_before(corp
 @pytest.mark.parametrize("where", [0, 2, -1])
 @pytest.mark.parametrize("line", [b"", b"123", b'{"type": "tr', b"\xff\xfe\x00", bytes(4096)])
 def test_a_bad_line_of_a_log_is_left_out(tmp_path, capsys, line, where, outcome):
-    log = Log(tmp_path, True)
-    log.start({"config": {}})
+    log = open_log(tmp_path, [{"type": "run"}])
     for step in range(4):
         log.record(step, "train", loss=2.0)
-    lines = log.metrics.read_bytes().splitlines()
+    metrics = tmp_path / "metrics.jsonl"
+    lines = metrics.read_bytes().splitlines()
     lines[where] = line
-    log.metrics.write_bytes(b"\n".join(lines) + b"\n")
-    log.resume(4, True, {"config": {}})
+    metrics.write_bytes(b"\n".join(lines) + b"\n")
+    open_log(tmp_path, [*records_before(tmp_path, 4, True), {"type": "resume", "step": 4}])
     assert "damaged lines left out: 1" in capsys.readouterr().out
-    assert len(read_metrics(log.metrics)) == 5 and read_log(log.text)
+    assert len(read_metrics(metrics)) == 5 and read_log(tmp_path / "log.txt")
     outcome("logs", f"line {where} is {line[:40]!r}", RIGHT)
 
 
@@ -362,7 +362,7 @@ def save(log_dir: Path, step: int, weight: float = 0.0) -> Path:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=2))
     model.transformer.wte.weight.data[0, 0] = weight
-    writer = checkpoint.Writer(Stop(World("cpu")), log_dir)
+    writer = checkpoint.Writer(Stop(start_world("cpu")), log_dir)
     writer.save(model, model.configure_optimizers(), {"step": step}, {})
     return writer.settle()
 
@@ -425,7 +425,7 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
     tmp_path, monkeypatch, step, beside, outcome
 ):
     """step 2: a new checkpoint; step 1: one that replaces another of the same name."""
-    monkeypatch.setattr(checkpoint, "BESIDE", {beside})  # the devices for which a thread writes
+    monkeypatch.setattr(checkpoint, "SAVES_IN_BACKGROUND", {beside})
     torch.set_num_threads(1)
     old = tmp_path / "old"
     save(old, step=1)
@@ -516,10 +516,10 @@ def test_a_shard_that_shrinks_or_vanishes_during_a_run_is_an_ordinary_error(tmp_
 FAIL = """
 import os, signal, time
 from support.common import UserError, run_script
-from support.distributed import World
+from support.distributed import World, start_world
 
 def main(_args):
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         world.any(False)
         if world.rank == 1:
             os.kill(os.getpid(), signal.SIGSTOP)

@@ -173,7 +173,7 @@ def test_every_flag_with_odd_values_is_taken_or_told_in_a_sentence(
 # what training does with extreme numbers: it runs to its end, or says why not
 NUMBERS = """
     --learning-rate=1e-320 --learning-rate=1e12 --eps=1e-45 --eps=1e12 --beta2=0.9999999999999999
-    --weight-decay=1e12 --grad-clip=1e-320 --min-lr-frac=1e12 --skip-spikes=1e-320 --seed=1e20
+    --weight-decay=1e12 --grad-clip=1e-320 --min-lr-frac=1e12 --seed=1e20
     --checkpoint-minutes=1e-320 --keep-checkpoints=1e12 --pad-vocab-to=7 --batch-size=1e12
     --warmup-steps=5 --n-layer=1000000000000 --n-embd=1000000000000
 """

@@ -1,7 +1,6 @@
 """fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program."""
 
 import errno
-import gzip
 import hashlib
 import io
 import json
@@ -33,11 +32,11 @@ from tqdm import tqdm
 
 import fineweb
 from fineweb import Config, hold_out, pack, prepare_worker, read_manifest, stream_tokens, tokenize
-from support import common, text
+from support import common, sources
 from support.common import UserError
 from support.decontaminate import Benchmark, cut_out
-from support.shards import find_shards
-from support.text import find_sources, read_batches
+from support.sources import Place, find_sources, read_batches
+from support.token_files import find_shards
 from support.tokenizer import gpt2
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +58,7 @@ SURROGATES = "lone \ud800 high, low \udfff, a pair \ud83d\ude00, the wrong way \
 STARTER = """
 import multiprocessing, sys, time
 import fineweb
-from support import text
+from support import sources
 if __name__ == "__main__":
     sys.argv[0] = "fineweb.py"
     {first}
@@ -167,11 +166,11 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
     alphabet = ["a", "Bc", " ", "  ", "\n", "\r\n", "\t", "'", "'s", "é", "你", "🙂", "12", "!"]
     alphabet += ["\u3000", "\u0085", "\x1c", "<|endoftext|>"]
     for size in (1, 7, 16, 50):
-        monkeypatch.setattr(text, "STRETCH", size)
+        monkeypatch.setattr(sources, "STRETCH", size)
         for _ in range(40):
             document = "".join(choose.choices(alphabet, k=choose.randrange(60)))
             (tmp_path / "a.txt").write_bytes(document.encode())
-            pieces = list(text.read_text(str(tmp_path / "a.txt"), ""))
+            pieces = list(sources.read_text(str(tmp_path / "a.txt"), ""))
             assert "".join(piece for piece, _ in pieces) == document
             assert [starts for _, starts in pieces] == [True] + [False] * (len(pieces) - 1)
             parts = [part for piece, _ in pieces for part in gpt2().encode_to_arrays(piece)]
@@ -180,8 +179,8 @@ def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, mon
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet"])
 def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(text, "STRETCH", 40)
-    monkeypatch.setattr(text, "BATCH_DOCUMENTS", 1)
+    monkeypatch.setattr(sources, "STRETCH", 40)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 1)
     texts = [*prose(230, words=5), None, ""]
     path = tmp_path / f"corpus.{kind}"
     path.write_text("é ".join(texts[:-2]))
@@ -193,7 +192,7 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     batches = list(read_batches(files))
     n = len(batches) // 2
     places = [(i, j, i) for i in (0, 1) for j in range(n)]
-    assert n > 150 and [place[:3] for place, _ in batches] == places
+    assert n > 150 and [place for place, _ in batches] == places
     for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
         assert list(read_batches(files, *places[i][:2])) == batches[i:]
 
@@ -201,13 +200,16 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
 # -- the stream and its shards
 
 
-def stream_of(texts, size, before=((0, 0, 0, ()), {}), limit=10**9):
+BEGINNING = (Place(0, 0, 0), {})
+
+
+def stream_of(texts, size, before=BEGINNING, limit=10**9):
     """What the workers and `stream_tokens` make of texts, `size` at a time, from a place on."""
-    (_, first, _, _), counts = before
+    place, counts = before
     prepare_worker(gpt2(), None)
     batches = []
-    for i in range(first, len(texts), size):
-        batches.append(((0, i, 0, ()), tokenize([(text, True) for text in texts[i : i + size]])))
+    for i in range(place.text, len(texts), size):
+        batches.append((Place(0, i, 0), tokenize([(text, True) for text in texts[i : i + size]])))
     return stream_tokens(iter(batches), limit, Counter(counts), tqdm(disable=True))
 
 
@@ -250,17 +252,17 @@ def test_the_first_tokens_are_held_out(lengths, shard_size, val_tokens, held):
     tokens = np.concatenate([[EOT] + [1] * (n - 1) for n in lengths]).astype(np.uint16)
     end = 1020 if 40 in lengths else 0  # a batch ends where the files end that are held out
     batches = [*np.array_split(tokens[:end], 30), *np.array_split(tokens[end:], 40)]
-    places = [((int(i >= 30), i, 0, ()), {}) for i in range(70)]
+    places = [(Place(int(i >= 30), i, 0), {}) for i in range(70)]
     stream = zip(places, batches, strict=True)
     first, stream = hold_out(stream, shard_size, val_tokens, int(end > 0), EOT)
     assert first == held
-    assert [i for ((_, i, *_), _), _ in stream] == list(range(70))
+    assert [place.text for (place, _), _ in stream] == list(range(70))
 
 
 def test_tokens_that_are_packed_do_not_stay_in_memory():
     arrays = [np.full(100, EOT, np.uint16) for _ in range(8)]
     first = weakref.ref(arrays[0])
-    shards = pack_all(((((0,), {}), arrays.pop(0)) for _ in range(8)), size=200)
+    shards = pack_all(((BEGINNING, arrays.pop(0)) for _ in range(8)), size=200)
     for _ in range(2):
         next(shards)
     assert first() is None
@@ -362,10 +364,10 @@ def install(site: Path, package: str, modules: dict[str, str]) -> None:
 
 def test_python_holds_out_whole_packages_with_all_their_words(tmp_path, here, monkeypatch):
     site = tmp_path / "site"
-    monkeypatch.setattr(text, "distributions", partial(distributions, path=[str(site)]))
-    monkeypatch.setattr(text, "find_stdlib", lambda: {Path("os.py"): str(site / "os.py")})
-    monkeypatch.setattr(text, "PACKAGE_BYTES", 5000)
-    monkeypatch.setattr(text, "HELD_OUT_BYTES", 3000)
+    monkeypatch.setattr(sources, "distributions", partial(distributions, path=[str(site)]))
+    monkeypatch.setattr(sources, "find_stdlib", lambda: {Path("os.py"): str(site / "os.py")})
+    monkeypatch.setattr(sources, "PACKAGE_BYTES", 5000)
+    monkeypatch.setattr(sources, "HELD_OUT_BYTES", 3000)
     secret, before, after = prose(3, seed=3, words=200)
     shared = " ".join(secret.split()[20:40])
     numpy = {
@@ -383,11 +385,11 @@ def test_python_holds_out_whole_packages_with_all_their_words(tmp_path, here, mo
     tqdm = {"tqdm/a.py": secret, "tqdm/b.py": "x = 1\n", "tqdm/tests/c.py": "a test"}
     install(site, "tqdm", tqdm | {"tqdm/d.py": "too long " * 400})
     (tmp_path / "mine.txt").write_text("mine")
-    sources = tmp_path / "mine.txt", "python"
+    both = tmp_path / "mine.txt", "python"
     wrong = Config(source=("stdlib", "python"), val_tokens=9)
     told = sentence(fineweb.check_flags, wrong)
     assert "leave out stdlib, --val-tokens and --decontaminate" in told
-    made = make(tmp_path / "out", *sources, shard_size=5000)
+    made = make(tmp_path / "out", *both, shard_size=5000)
     assert re.search("for validation: .* tokens, .*%.*, the packages that are held out$", made)
     held_out, train = (
         texts_in(np.load(path)) for path in sorted((tmp_path / "out").glob("*.npy"), reverse=True)
@@ -582,7 +584,7 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
     batches = read_batches([*files_of(first), *files_of(second)])
     if content is None:
         second.unlink()
-    assert next(batches)[0][:3] == (0, 0, 0)
+    assert next(batches)[0] == (0, 0, 0)
     told = sentence(list, batches)
     assert message in told and name in told
 
@@ -716,7 +718,7 @@ def hub(tmp_path):
 
 
 # the second also between huggingface_hub's own attempts
-IMPATIENT = "text.BATCH_DOCUMENTS = 100; time.sleep = lambda seconds: None"
+IMPATIENT = "sources.BATCH_DOCUMENTS = 100; time.sleep = lambda seconds: None"
 
 
 def from_hub(server, out: Path, code=0, source="d:sample-10BT") -> str:
@@ -766,9 +768,9 @@ def test_a_file_on_the_web_is_read_also_from_a_busy_server(hub, monkeypatch):
     url = hub.env["HF_ENDPOINT"] + "/input.txt"
     monkeypatch.setattr("urllib3.util.Retry.sleep", lambda *_: None)
     hub.statuses = [503, 503, 200, 404]
-    assert text.download(url) == hub.texts[0].encode()
+    assert common.download(url) == hub.texts[0].encode()
     with pytest.raises(OSError, match="404"):
-        text.download(url)
+        common.download(url)
 
 
 def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monkeypatch, here):
@@ -777,9 +779,9 @@ def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monke
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
         env = {"HF_ENDPOINT": address}
         options = ["--source", "hub:o/d", "--data-dir", folder]
-        done = run(*options, code=1, first="text.FIRST_ANSWER = 0.3", env=env)
+        done = run(*options, code=1, first="sources.FIRST_ANSWER = 0.3", env=env)
     assert "hub:o/d cannot be read (ReadTimeout: " in done.stderr
-    assert not folder.parent.exists() and 5 <= text.FIRST_ANSWER <= 15
+    assert not folder.parent.exists() and 5 <= sources.FIRST_ANSWER <= 15
 
 
 NOT_THERE = {
@@ -801,7 +803,7 @@ def test_what_the_hub_does_not_have_is_one_sentence(hub, tmp_path, source):
 @pytest.fixture
 def here(monkeypatch):
     monkeypatch.setattr(fineweb, "start_pool", HerePool)
-    monkeypatch.setattr(text, "BATCH_DOCUMENTS", 100)
+    monkeypatch.setattr(sources, "BATCH_DOCUMENTS", 100)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # slow, and no power fails here
 
 
@@ -841,43 +843,32 @@ def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, outc
     outcome("shards and manifests", f"manifest.json: {now}", TOLD)
 
 
-def test_a_manifest_of_the_version_before_is_gone_on_with(unfinished, tmp_path):
-    """It has the hash of a whole file also where only the beginning was read."""
+@pytest.mark.parametrize("touched, said", [(False, ""), (True, "a.jsonl has changed")])
+def test_a_manifest_that_hashed_only_what_was_read_is_gone_on_with(unfinished, touched, said):
+    """As of November 2026. Its file must be as old as it was, because its hash is of a part."""
     folder, source = unfinished
     manifest = read_manifest(folder)
     [(path, stamp)] = manifest["files"].items()
-    manifest["files"][path] = [*stamp[:2], common.hash_file(path)]
+    manifest["files"][path] = [*stamp[:2], "the hash of 7 texts", 7]
     fineweb.write_manifest(folder, manifest)
-    os.utime(path, ns=(0, 0))
+    if touched:
+        os.utime(path, ns=(0, 0))
+        assert said in sentence(make, folder, source)
+        return
     make(folder, source)
-    make(tmp_path / "whole", source)
-    assert contents(folder) == contents(tmp_path / "whole")
+    make(folder.parent / "whole", source)
+    assert contents(folder) == contents(folder.parent / "whole")
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "txt"])
-def test_text_can_be_mended_only_behind_what_was_read(tmp_path, here, monkeypatch, kind):
-    monkeypatch.setattr(text, "STRETCH", 600)
-    monkeypatch.setattr(text, "BATCH_CHARS", 600)
-    source = tmp_path / f"a.{kind}"
-    lines = [json.dumps({"text": t}) if "j" in kind else t for t in prose(600, words=10)]
-
-    def write(broken: list[int], lines: list[str] = lines) -> None:
-        spoilt = ["\udcff" if i in broken else line for i, line in enumerate(lines)]
-        data = "\n".join(spoilt).encode("utf-8", "surrogateescape")
-        source.write_bytes(gzip.compress(data) if "gz" in kind else data)
-
-    written = 0
-    for broken in ([300, 500], [500]):
-        write(broken)
-        assert "a.jsonl" in sentence(make, tmp_path / "out", source) or kind == "txt"
-        assert len(read_manifest(tmp_path / "out")["shards"]) > written + 3
-        written = len(read_manifest(tmp_path / "out")["shards"])
-    write([], [lines[1], *lines[1:]])
-    assert f"{source} has changed" in sentence(make, tmp_path / "out", source)
-    write([], [*lines, lines[0]])
-    make(tmp_path / "out", source)
-    make(tmp_path / "whole", source)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+def test_a_split_file_is_hashed_once(tmp_path, here, monkeypatch):
+    """It is read three times: to split it, to train a vocabulary, and to tokenize it."""
+    source = tmp_path / "a.txt"
+    source.write_text("\n".join(prose(60)))
+    hashed = []
+    real = sources.hash_file
+    monkeypatch.setattr(sources, "hash_file", lambda path: hashed.append(path) or real(path))
+    make(tmp_path / "out", source, vocab_size=300)
+    assert hashed == [source]
 
 
 def rewrite(path: Path, data: bytes) -> None:
@@ -888,7 +879,7 @@ def rewrite(path: Path, data: bytes) -> None:
 EDITED = "a.jsonl has changed"
 GONE = "a.jsonl is gone ("
 CHANGES = {  # of a.jsonl; what a finished folder tells then, and what an unfinished one
-    "longer": (lambda a: rewrite(a, 2 * a.read_bytes()), EDITED, ""),
+    "longer": (lambda a: rewrite(a, 2 * a.read_bytes()), EDITED, EDITED),
     "edited": (lambda a: rewrite(a, a.read_bytes().replace(b"s", b"f")), EDITED, EDITED),
     "touched": (lambda a: rewrite(a, a.read_bytes()), "", ""),
     # an unfinished one has not come to what is new; the shards of a finished one hold the text
@@ -945,7 +936,7 @@ def test_files_of_a_batch_behind_its_first_count_as_read(tmp_path, here):
 
 
 def test_a_finished_folder_of_stdlib_outlives_an_update_of_python(tmp_path, here, monkeypatch):
-    monkeypatch.setattr(text.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
+    monkeypatch.setattr(sources.sysconfig, "get_path", lambda name: str(tmp_path / "lib"))
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "a.py").write_text(prose(9)[0])
     make(tmp_path / "out", "stdlib")

@@ -24,7 +24,7 @@ import hellaswag
 from hellaswag import evaluate, iterate_examples, load_examples, render_example, score
 from model import GPT, GPTConfig
 from support.common import UserError
-from support.distributed import World
+from support.distributed import World, start_world
 from support.tokenizer import gpt2
 
 TEXT = (
@@ -133,7 +133,7 @@ def test_labels_may_be_text_blank_lines_are_skipped_and_a_limit_takes_the_first(
     path = tmp_path / "hub.jsonl"
     path.write_text(json.dumps(GOOD | dict(label="3")) + "\n\n" + json.dumps(GOOD))
     for limit, labels in ((0, [3, 1]), (1, [3]), (2, [3, 1]), (10**20, [3, 1])):
-        examples = load_examples(path, limit, World("cpu"))
+        examples = load_examples(path, limit, start_world("cpu"))
         assert [render_example(example)[2] for example in examples] == labels
 
 
@@ -143,12 +143,14 @@ def test_labels_may_be_text_blank_lines_are_skipped_and_a_limit_takes_the_first(
 def test_losses_and_predictions_equal_the_plain_reference(monkeypatch):
     model = small_model()
     examples = made_examples(20)
-    losses, lengths, truncated = score(model, examples, "cpu")
+    prepared = hellaswag.prepare(examples, model, "cpu")
+    lengths = prepared.lengths
+    losses = score(model, prepared, "cpu")
     expected = all_plain_losses(model, examples)
     encode = gpt2().encoding.encode_ordinary
     endings = [example["endings"] for example in examples]
     assert lengths.tolist() == [[len(encode(" " + ending)) for ending in four] for four in endings]
-    assert truncated == 0
+    assert prepared.truncated == 0
     assert np.abs(losses - expected).max() < 1e-3
     assert (losses.argmin(1) == expected.argmin(1)).all()
     labels = np.array([example["label"] for example in examples])
@@ -160,7 +162,7 @@ def test_losses_and_predictions_equal_the_plain_reference(monkeypatch):
     assert result["acc_stderr"] == pytest.approx((result["acc"] * (1 - result["acc"]) / 19) ** 0.5)
     for tokens_per_batch in (1, 10**6):
         monkeypatch.setattr(hellaswag, "CPU_TOKENS", tokens_per_batch)
-        np.testing.assert_allclose(score(model, examples, "cpu")[0], losses, atol=1e-4)
+        np.testing.assert_allclose(score(model, examples, "cpu"), losses, atol=1e-4)
 
 
 STRANGE = [
@@ -176,20 +178,21 @@ STRANGE = [
 def test_strange_texts_and_contexts_cut_at_the_left_are_scored_as_the_reference_does(window):
     model = small_model(window)
     examples = made_examples(12, longest=90) + [GOOD | strange for strange in STRANGE]
-    losses, lengths, truncated = score(model, examples, "cpu")
+    prepared = hellaswag.prepare(examples, model, "cpu")
+    losses = score(model, prepared, "cpu")
     ends = [example | dict(ctx=example["ctx"][-1000:]) for example in examples]
     np.testing.assert_allclose(losses, all_plain_losses(model, ends), atol=1e-3)
     longest = [render_example(example)[0].size(1) for example in examples]
-    assert truncated == sum(N - 1 > window for N in longest) > 0
-    assert evaluate(model, examples, "cpu")["num_truncated"] == truncated
-    assert lengths.max() <= window
+    truncated = sum(N - 1 > window for N in longest)
+    assert evaluate(model, examples, "cpu")["num_truncated"] == truncated > 0
+    assert prepared.lengths.max() <= window
 
 
 def test_bfloat16_stays_close_to_float32():
     model = small_model(n_embd=32)
     examples = made_examples(8)
-    losses, _, _ = score(model, examples, "cpu")
-    low, _, _ = score(model, examples, "cpu", dtype=torch.bfloat16)
+    losses = score(model, examples, "cpu")
+    low = score(model, examples, "cpu", dtype=torch.bfloat16)
     assert 0 < np.abs(low / losses - 1).max() < 0.02
 
 
@@ -204,7 +207,7 @@ def test_scoring_leaves_modes_and_random_state_alone_even_when_it_is_interrupted
     state = torch.get_rng_state()
     evaluate(model, made_examples(3), "cpu")
     with pytest.raises(InterruptedError):
-        evaluate(model, made_examples(3), "cpu", stop=SimpleNamespace(check=interrupt))
+        evaluate(model, made_examples(3), "cpu", stop=SimpleNamespace(vote=interrupt))
     assert modes == [module.training for module in model.modules()]
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
@@ -353,9 +356,7 @@ class Pretended(World):
     """Rank r of 3, in this process; the test adds its sums."""
 
     def __init__(self, rank):
-        self.rank = rank
-        self.size = 3
-        self.is_main = rank == 0
+        super().__init__(torch.device("cpu"), rank, size=3)
 
     def sum(self, x):
         return x
@@ -366,9 +367,9 @@ def test_processes_without_a_batch_of_their_own_run_the_model_too_and_agree(toke
     monkeypatch.setattr(hellaswag, "CPU_TOKENS", tokens)
     model = small_model()
     prepared = hellaswag.prepare(made_examples(5), model, "cpu")
-    whole, _, _ = score(model, prepared, "cpu")
+    whole = score(model, prepared, "cpu")
     with mock.patch.object(model, "hidden", wraps=model.hidden) as hidden:  # fsdp gathers there
-        parts = [score(model, prepared, "cpu", world=Pretended(r))[0] for r in range(3)]
+        parts = [score(model, prepared, "cpu", world=Pretended(r)) for r in range(3)]
     assert hidden.call_count == 3 * math.ceil(len(prepared.batches) / 3)
     assert np.array_equal(sum(parts), whole)
 
@@ -445,7 +446,7 @@ def test_lm_evaluation_harness_gives_a_checkpoint_of_training_the_same_score(tmp
     [samples] = (tmp_path / "out").rglob("samples_*.jsonl")
     records = map(json.loads, samples.read_text().splitlines())
     theirs = {record["doc_id"]: record for record in records}
-    losses, _, _ = score(GPT.from_pretrained(checkpoint), examples, "cpu")
+    losses = score(GPT.from_pretrained(checkpoint), examples, "cpu")
     for n, (ours, example) in enumerate(zip(losses, examples, strict=True)):
         loglikelihoods = [float(response[0]) for response in theirs[n]["filtered_resps"]]
         np.testing.assert_allclose(-ours, loglikelihoods, atol=1e-3)

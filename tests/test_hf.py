@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 import model
 from model import GPT, GPTConfig
 from support.common import UserError
-from support.fingerprint import refuse_other_change
-from support.hf import Fingerprint, Pretrained
+from support.hf import Fingerprint, Pretrained, refuse_other_change
 from support.tokenizer import gpt2
 
 transformers = pytest.importorskip("transformers")

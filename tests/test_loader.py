@@ -65,7 +65,7 @@ def test_x_and_y_are_a_sequence_without_its_last_and_without_its_first_token(sha
 def test_an_epoch_has_as_many_sequences_of_each_shard_as_the_rule_says_each_once(
     tmp_path_factory, sizes, T, seed
 ):
-    """Shards of no token to 10 T: DESIGN.md's formula, written out once more."""
+    """Shards of no token to 10 T: the rule of DataLoaderLite's docstring, written out once more."""
     directory = tmp_path_factory.mktemp("shards")
     arrays = []
     for i, size in enumerate(sizes):

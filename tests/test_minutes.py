@@ -19,7 +19,7 @@ from config import parse_command_line
 from evaluate import validate
 from model import DataLoaderLite
 from support.common import UserError
-from support.distributed import Stop, World
+from support.distributed import Stop, start_world
 from support.tokenizer import gpt2
 
 # A clone of nanoGPT as far as it matters: where its train.py evaluates, saves, and finds its data
@@ -114,7 +114,7 @@ def test_a_score_is_what_validation_says(folder, tmp_path):
     model = random_model(n_layer=1, n_head=2, n_embd=16, block_size=16).eval()
     np.save(tmp_path / "val_000000.npy", np.fromfile(folder / "val.bin", np.uint16))
     loader = DataLoaderLite(tmp_path, "val", 4, 16)
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         _, bits, _ = validate(model, loader, 10**6, world, torch.float32, Stop(world))
     scored = peers.score(lambda x, y: model(x, y)[1], folder, 16)
     assert scored == pytest.approx(bits, rel=1e-5)
@@ -125,7 +125,7 @@ def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
     sizes = "--n-layer 1 --n-head 2 --n-embd 16 --sequence-length 16 --batch-size 4"
     rest = f"--total-batch-size 64 --learning-rate 0.01 --no-compile --data-dir {shards}"
     flags = f"{sizes} {rest}".split()
-    recipe, _ = parse_command_line(flags)
+    recipe = parse_command_line(flags)
     for train in (partial(peers.train_here, flags), partial(peers.train_transformers, recipe)):
         points, others = [train(folder, 32, 0.01, seed, 16) for seed in (1, 2)]
         steps, seconds, bits = zip(*points, strict=True)
@@ -205,5 +205,5 @@ def test_the_step_of_nanogpts_model_is_measured_with_its_own_code(peer, monkeypa
     monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
     m = bench.Machine(bench.BenchConfig(device="cpu", model="tiny", batch_size=2, compile=False))
     options = m.step("", theirs=str(peer), keep_memory=False, dtype=torch.float32).options
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         assert float(peers.training(world, **options)()["loss"]) == pytest.approx(math.log(50304))

@@ -10,9 +10,9 @@ from conftest import random_model
 
 from config import GPT2_SIZES
 from model import GPT, GPTConfig, LinearCrossEntropy
+from optim import decay_groups
 from support.common import UserError
 from support.device import autocast, peak_flops, pick_dtype
-from support.optim import decay_groups
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,7 +130,7 @@ def plain_loss(x, w, y):
 
 
 def loss_in_parts(x, w, y):
-    return LinearCrossEntropy.apply(x, w, y, 97, torch.is_grad_enabled())
+    return LinearCrossEntropy.apply(x, w, y, 97, 2048, torch.is_grad_enabled())
 
 
 def head_and_loss(loss_of, dtype=torch.float32, scale=1.0, precision=None):
@@ -196,7 +196,7 @@ def test_the_gradients_of_confident_tokens_are_not_lost(probability):
         return torch.autograd.grad(loss, leaves)
 
     def ours(x, w):
-        return LinearCrossEntropy.apply(x, w, y, V, True)
+        return LinearCrossEntropy.apply(x, w, y, V, 2048, True)
 
     exact = gradients(lambda x, w: F.cross_entropy(x @ w.t(), y), x, w, torch.float32)
     for dtype, error in ((torch.float32, 2e-6 / (1 - probability)), (torch.bfloat16, 0.1)):
@@ -278,7 +278,6 @@ def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul
 ):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     seconds = itertools.cycle([2.0, 0.5, 1.0])  # the best one counts
     monkeypatch.setattr("support.device.time_matmul", lambda device, dtype, n: next(seconds))
     peaks = [peak_flops(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.float16)]

@@ -68,7 +68,7 @@ def test_without_a_model_the_notebook_says_in_a_line_how_to_get_one(tmp_path, mo
 def test_the_committed_outputs_are_whole_and_small_and_name_no_machine():
     assert (ROOT / "play.ipynb").stat().st_size < 1.5e6
     notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
-    assert pictures(notebook) >= 5, "runs, benchmarks and a model"
+    assert pictures(notebook) >= 4, "runs and a model"
     for output in outputs(notebook):
         assert output.output_type != "error" and output.get("name") != "stderr"
     assert not MACHINE_PATH.search(text(notebook))

@@ -11,7 +11,7 @@ import train_gpt2
 from config import parse_command_line
 from support import sharding
 from support.device import prepare_device
-from support.distributed import World
+from support.distributed import join, start_world
 
 WAYS = {  # how a run is wrapped, and what then is the type of the model that trains
     "no group": "GPT",
@@ -45,18 +45,18 @@ def train_all(folder: Path, device: str, flags: str) -> None:
     sharding.wrap = noted_wrap
     torch.serialization.add_safe_globals([Alone])  # checkpoints hold the number of processes
     prepare_device(device, "--deterministic" in flags)
-    with World(device) as group:
+    with start_world(device) as group:
         group.size = Alone(1)
-        group.join()
+        join(group)
         for way in WAYS:
-            world = World(device) if way == "no group" else group
+            world = start_world(device) if way == "no group" else group
             strategy = ["--sharding", way] if world is group else []
             middle = ["--resume", folder / way / "ckpt_000003"]
             for log_dir, more in (way, []), (f"{way} again", middle):
                 args = tiny_run(folder / "shards", folder / log_dir, flags, *strategy, *more)
                 args = [str(arg) for arg in args]
-                config, typed = parse_command_line(args)
-                train_gpt2.train(config, args, typed, world)
+                config = parse_command_line(args)
+                train_gpt2.train(config, args, world)
     print(*types)
 
 

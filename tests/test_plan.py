@@ -20,16 +20,16 @@ from plan import PlanConfig
 from support import checkpoint
 from support.common import UserError
 from support.device import GPUS
-from support.distributed import Stop, World
+from support.distributed import Stop, start_world
 from support.memory import estimate_memory, fit_batch_size, state_memory
 
 
 def settings(flags: str) -> PlanConfig:
-    return parse_command_line(flags.split(), PlanConfig)[0]
+    return parse_command_line(flags.split(), PlanConfig)
 
 
 def with_notes(flags: str) -> dict[str, tuple[str, str]]:
-    return plan.plan_run(*parse_command_line(flags.split(), PlanConfig))
+    return plan.plan_run(parse_command_line(flags.split(), PlanConfig))
 
 
 def facts(flags: str) -> dict[str, str]:
@@ -122,7 +122,7 @@ def test_the_estimate_is_what_eager_steps_on_this_cpu_take():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_weights_of_the_estimate_are_those_of_the_model(name):
-    model = plan.model_on_meta(settings(f"--preset {name}"), set())
+    model = plan.model_on_meta(settings(f"--preset {name}"))
     parts = state_memory(model, TrainConfig(), width=4)
     numbers = sum(p.numel() for p in model.parameters())
     assert parts["weights"] == parts["gradients"] == 4 * numbers
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
     model(x, x)[1].backward()
     for each in optimizers:
         each.step()
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         writer = checkpoint.Writer(Stop(world), tmp_path)
         writer.save(model, optimizers, {"step": 1}, {})
     path = writer.last
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_as_large_as_planned(optimizer, tmp_path):
 def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset, monkeypatch):
     flags = f"--preset {preset} --gpus 8 --sharding fsdp"
     config = settings(flags)
-    model = plan.model_on_meta(config, set())
+    model = plan.model_on_meta(config)
     free = 80e9 - state_memory(model, config, width=2, processes=8)["weights"]
     monkeypatch.setattr("support.memory.free_memory", lambda device, processes: free)
     monkeypatch.setattr("support.memory.is_sharded", lambda model: True)

@@ -14,11 +14,20 @@ import torch
 from conftest import ROOT
 from matplotlib.image import imread
 
+import compare
 from config import PRESETS
 from model import GPT, GPTConfig
 from support import look_inside, plots, report
 from support.checkpoint import Progress
-from support.log import Log, LoggedRun, read_log, read_metrics, read_run, read_runs
+from support.log import (
+    LoggedRun,
+    open_log,
+    read_log,
+    read_metrics,
+    read_run,
+    read_runs,
+    records_before,
+)
 from support.tokenizer import gpt2, train_vocabulary
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
@@ -36,8 +45,8 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
     """The logs of a run as support.log writes them: a falling loss, evaluated every 20 steps."""
     run = dict(n_layer=12, n_embd=768, total_batch_size=1000, data_dir=data_dir, max_steps=steps)
     run |= config
-    log = Log(directory, is_main=True)
-    log.start({"config": run, "model": {k: run[k] for k in ("n_layer", "n_embd")}, **ABOUT})
+    model = {name: run[name] for name in ("n_layer", "n_embd")}
+    log = open_log(directory, [{"type": "run", "config": run, "model": model, **ABOUT}])
     for step in range(steps + 1):
         loss = 3.3 + 7 * math.exp(-step / 10)
         if step % 20 == 0:
@@ -54,6 +63,13 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
             done = step + 1
             log.record(step, "train", **values, mfu=0.25, wall=2.0 * done, tokens=1000 * done)
     return directory
+
+
+def resume(run, step, command):
+    """The log of a run that goes on at this step, started by this command."""
+    records = records_before(run, step, evaluated=True)
+    again = {**records[0], "type": "resume", "step": step, "command": command}
+    return open_log(run, [*records, again])
 
 
 def labels(axis):
@@ -155,9 +171,7 @@ def test_a_cross_is_where_a_run_was_resumed(tmp_path):
     run = write_run(tmp_path / "run", hella=False)
     [axis] = plots.plot_run(run).axes
     assert not [line for line in axis.lines if line.get_marker() == "x" and len(line.get_xdata())]
-    again = Log(run, is_main=True)
-    again.resume(40, True, read_metrics(run / "metrics.jsonl")[0])
-    again.record(40, "train", loss=3.5)
+    resume(run, 40, "python again.py").record(40, "train", loss=3.5)
     [axis] = plots.plot_run(run).axes
     [cross] = [line for line in axis.lines if line.get_marker() == "x"]
     curve = axis.lines[0]
@@ -178,21 +192,35 @@ def test_samples_stand_above_the_curve_with_an_arrow_to_their_point(tmp_path):
     assert axis.get_ylim()[1] >= texts[0].xy[1], "an arrow out of the axes is not drawn"
 
 
-def test_a_picture_for_pages_is_light_and_dark_and_always_the_same_bytes(tmp_path):
-    run = write_run(tmp_path / "run", hella=False)
-    for name in ("a", "b"):
-        plots.save_picture(plots.plot_run(run), tmp_path / f"{name}.svg")
-    light, dark = (tmp_path / "a.svg").read_text(), (tmp_path / "a-dark.svg").read_text()
-    assert (tmp_path / "b.svg").read_text() == light and len(light) < 150_000
-    assert plots.BLUE in light and plots.BLACK in light
-    assert not set(re.findall("#[0-9a-f]{6}", dark)) & set(plots.LIGHT)
-    assert len(set(re.findall("#[0-9a-f]{6}", light))) == len(set(re.findall("#[0-9a-f]{6}", dark)))
+def luminance(color):
+    """A colour #rrggbb -> its relative luminance, from 0 (black) to 1 (WCAG 2.2)."""
+    srgb = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(a, b):
+    dark, light = sorted(map(luminance, (a, b)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_picture_for_pages_is_always_the_same_bytes_and_reads_on_light_and_dark(tmp_path):
+    runs = [read_run(write_run(tmp_path / name)) for name in "abcde"]  # of all colours
+    for name in ("1", "2"):
+        figure = plots.plot_by_text(plots.draw_loss, runs)
+        plots.save_picture(figure, tmp_path / f"{name}.svg")
+    svg = (tmp_path / "1.svg").read_text()
+    assert (tmp_path / "2.svg").read_text() == svg and len(svg) < 150_000
+    assert contrast("#ffffff", "#000000") == 21
+    colors = set(re.findall("#[0-9a-f]{6}", svg))
+    assert colors == set(plots.COLORS), "the text is grey, and a transparent page has no colour"
+    for page in ("#ffffff", "#0d1117"):  # of GitHub
+        assert all(contrast(color, page) >= 3 for color in colors), page
 
 
 def test_the_committed_pictures_of_pages_are_small():
     for name in ("runs/quickstart/loss", "runs/laptop/samples", "benchmarks/compare/compare"):
-        for theme in ("", "-dark"):
-            assert (ROOT / f"{name}{theme}.svg").stat().st_size < 150_000
+        assert (ROOT / f"{name}.svg").stat().st_size < 150_000
 
 
 @pytest.mark.parametrize("first, dots", [(3.0, 3), (9.0, 2)])
@@ -252,7 +280,7 @@ def arm_of(name, *lasts, recipe=(), **against):
 def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm():
     better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
     arms = [arm_of("base", 4, 4), arm_of("better", 2.9, 3.1, **better), arm_of("worse", 4, None)]
-    losses, differences = plots.plot_comparison(dict(arms=arms)).axes
+    losses, differences = compare.plot_comparison(dict(arms=arms)).axes
     assert [line.get_ydata().tolist() for line in losses.lines] == [[5, 4], [5, 3], [5, 4]]
     ranges = [band.get_paths()[0].vertices[:, 1] for band in losses.collections]
     assert [(y.min(), y.max()) for y in ranges] == [(4, 5), (2.9, 5), (4, 5)], "none diverged"
@@ -265,15 +293,16 @@ def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm(
 def test_arms_are_named_by_optimizer_and_rate_if_nothing_else_differs():
     muon = dict(optimizer="muon", learning_rate=8e-3, n_head=2)
     adamw = muon | dict(optimizer="adamw", learning_rate=1.6e-2)
-    assert plots.name_arms([arm_of("base", recipe=muon), arm_of("b", recipe=adamw)]) == [
+    assert compare.name_arms([arm_of("base", recipe=muon), arm_of("b", recipe=adamw)]) == [
         "Muon, 8e-3", "AdamW, 1.6e-2",
     ]  # fmt: skip
     for other in (muon, adamw | dict(n_head=4)):
-        assert plots.name_arms([arm_of("a", recipe=muon), arm_of("b", recipe=other)]) == ["a", "b"]
+        arms = [arm_of("a", recipe=muon), arm_of("b", recipe=other)]
+        assert compare.name_arms(arms) == ["a", "b"]
     found = [(0.1, 0.2, "a"), (0.5, 0.2, "b")]
     unseen = "No difference between a and base can be seen"
-    assert plots.describe_best(found, "base", "nats") == unseen
-    assert plots.describe_best(found[1:], "base", "nats") == "b ends 0.50 nats above base"
+    assert compare.describe_best(found, "base", "nats") == unseen
+    assert compare.describe_best(found[1:], "base", "nats") == "b ends 0.50 nats above base"
 
 
 # -- looks into a model
@@ -308,10 +337,8 @@ def test_the_previous_token_head_is_found_and_its_picture_names_every_token():
 
 def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
     run = write_run(tmp_path / "run")
-    again = Log(run, is_main=True)
-    again.resume(60, True, {**read_metrics(run / "metrics.jsonl")[0], "command": "python again.py"})
     best = {"step": 60, "loss": 3.25}
-    again.record(60, "end", wall=3600.0, memory=10**9, best=best)
+    resume(run, 60, "python again.py").record(60, "end", wall=3600.0, memory=10**9, best=best)
     report.write_report(run, has_curve=False)
     page = (run / "report.md").read_text()
     for fact in (
@@ -348,7 +375,7 @@ def test_the_last_words_are_the_loss_of_text_the_best_checkpoint_and_what_to_run
     quickstart = PRESETS["quickstart"]
     last = Path("log/quickstart/ckpt_000200")
     losses = {"validation, bits per byte": 2.06, "validation, nats per character": 1.428}
-    progress = Progress(best={"step": 180, "loss": 3.1234}, losses=losses)
+    progress = Progress(best_saved={"step": 180, "loss": 3.1234}, losses=losses)
     own = train_vocabulary(["a text"], 300)
     words = report.last_words(quickstart, last, progress, own)
     assert "2.060 bits per byte = 1.428 nats per character" in words

@@ -223,7 +223,7 @@ def test_without_a_prompt_a_terminal_is_asked_for_prompts_until_ctrl_d(
 def test_samples_are_drawn_together_and_leave_the_model_and_the_random_state_alone(tiny):
     tiny.train()
     state = torch.get_rng_state()
-    texts = sample.complete(tiny, "def ", 3, 8, generator=torch.Generator().manual_seed(1))
+    texts = generation.complete(tiny, "def ", 3, 8, generator=torch.Generator().manual_seed(1))
     assert len(set(texts)) == 3 and all(text.startswith("def ") for text in texts)
     assert tiny.training and torch.equal(torch.get_rng_state(), state)
 
@@ -236,7 +236,7 @@ def test_a_sample_has_the_models_own_vocabulary_and_ends_at_its_end_of_text():
     choose = iter(torch.tensor([[token] for token in [*made, 0]]))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "choose", lambda *_, **__: next(choose))
-        assert sample.complete(model, "", 1, 9) == [" é!"]
+        assert generation.complete(model, "", 1, 9) == [" é!"]
         assert next(choose) == vocabulary.eot, "nothing is made behind the first one"
 
 
@@ -290,7 +290,7 @@ def test_many_samples_are_made_some_at_a_time(monkeypatch, capsys, directory):
 def test_bytes_on_the_command_line_that_are_no_text_are_shown_as_the_model_reads_them(tiny):
     (prompt,) = sample.read_prompts("caf\udce9")
     assert prompt == "caf\ufffd"
-    (text,) = sample.complete(tiny, "caf\udce9", 1, 3, temperature=0)
+    (text,) = generation.complete(tiny, "caf\udce9", 1, 3, temperature=0)
     assert text.startswith(prompt) and text.encode()
 
 

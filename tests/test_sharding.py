@@ -21,14 +21,15 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import optim
 import train_gpt2
 from config import parse_command_line
 from model import MLP
-from support import divergence, optim, sharding
+from optim import clip_gradients
+from support import divergence, sharding
 from support.common import UserError
 from support.compile import compile_blocks
-from support.distributed import Stop, World
-from support.optim import clip_gradients
+from support.distributed import Stop, World, start_world
 from train_gpt2 import train_step
 
 ACCUMULATION = 3
@@ -133,7 +134,7 @@ def measure_all() -> None:
     count_uncompiled(counts)
     found = {}
     gradients = {}
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         for way in WAYS:
             strategy, _, checkpointing = way.partition(" ")
             found[way] = measure(world, strategy, bool(checkpointing), counts)
@@ -160,14 +161,14 @@ def test_no_block_runs_uncompiled_in_one_process(monkeypatch, checkpointing):
     monkeypatch.setattr(MLP, "forward", MLP.forward)  # so that it comes back
     counts: Counter[str] = Counter()
     count_uncompiled(counts)
-    assert measure(World("cpu"), "ddp", checkpointing, counts)["uncompiled"] == 0
+    assert measure(start_world("cpu"), "ddp", checkpointing, counts)["uncompiled"] == 0
     random_model()(torch.zeros(1, 1, dtype=torch.int64))
     assert counts["uncompiled"] == 2, "it does count what runs as written"
 
 
 def test_the_norm_of_a_large_gradient_is_exact():
     torch.manual_seed(0)
-    world = World("cpu")
+    world = start_world("cpu")
     layer = torch.nn.Linear(400, 10_000, bias=False)  # one float32 sum of these is 7e-5 off
     layer.weight.grad = 1e-3 * torch.randn_like(layer.weight)
     exact = layer.weight.grad.double().norm().item()
@@ -235,11 +236,11 @@ def test_an_update_sends_each_thing_once(way, monkeypatch, no_group):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 
     strategy, local_size, optimizer = way
-    monkeypatch.setattr(World, "join", join)
+    monkeypatch.setattr("support.distributed.join", join)
     monkeypatch.setattr(sharding, "DistributedDataParallel", HookedDDP)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         raw = random_model()
         sharding.shard(raw, world, strategy)
         model = sharding.wrap(raw, world)
@@ -301,7 +302,7 @@ def share_muon() -> None:
     with mock.patch.object(optim, "Muon", torch.optim.Muon):
         expected = step_muon(model())
     found: list = [all(map(torch.equal, step_muon(model()), expected))]
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         for strategy, group in [("ddp", 4), ("zero1", 4), ("fsdp", 4), ("fsdp", 2)]:
             world.shard_group_size = group
             sharding.shard(sharded := model(), world, strategy)
@@ -334,11 +335,11 @@ def refusal(args: list[str], world: World) -> list[str]:
             weights = divergence.local_weights(run.model)["transformer.ln_f.weight"]
             weights.view(torch.int32)[0] ^= 1
 
-    config, typed = parse_command_line(args)
+    config = parse_command_line(args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "evaluate_due", evaluate)
         try:
-            train_gpt2.train(config, args, typed, world)
+            train_gpt2.train(config, args, world)
         except UserError as error:
             assert "--resume auto" in str(error) and not list(Path(config.log_dir).glob("*ckpt*"))
             return re.findall(r"rank \d", str(error))
@@ -347,7 +348,7 @@ def refusal(args: list[str], world: World) -> list[str]:
 
 def resume_all(folder: Path, more: list[str]) -> None:
     """What each of four processes runs. Rank 0 prints, for each way, the hashes of two runs."""
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         for way in ("ddp", "zero1", "fsdp", "2 × 2"):
             strategy = way if way != "2 × 2" else "fsdp"
             world.shard_group_size = 2 if way == "2 × 2" else 4
@@ -357,8 +358,8 @@ def resume_all(folder: Path, more: list[str]) -> None:
                 log_dir = folder / f"{way}-{name}"
                 flags = tiny_run(folder / "shards", log_dir, TWENTY, *middle, *more)
                 args = [*map(str, flags), "--sharding", strategy]
-                config, typed = parse_command_line(args)
-                train_gpt2.train(config, args, typed, world)
+                config = parse_command_line(args)
+                train_gpt2.train(config, args, world)
                 last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
                 hashes.append(hashlib.sha256(last).hexdigest())
                 middle = ["--resume", log_dir / "ckpt_000010"]

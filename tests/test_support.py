@@ -18,7 +18,7 @@ from conftest import ROOT, run_program
 import train_gpt2
 from support.common import UserError, reading, run_script, write_whole
 from support.device import GPUS, fall_back_to_cpu
-from support.distributed import World
+from support.distributed import start_world
 
 # -- files
 
@@ -104,11 +104,11 @@ def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, nam
     monkeypatch.setattr("support.device.Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     monkeypatch.setattr("torch.version.cuda", cuda)
-    monkeypatch.setattr(World, "join", lambda world: None)
+    monkeypatch.setattr("support.distributed.join", lambda world: None)
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **visible})
     fall_back_to_cpu.cache_clear()
     with pytest.raises(UserError, match=ends) if ends == REFUSED else nullcontext():
-        assert [World(name).device.type for _ in range(2)] == ["cpu", "cpu"]
+        assert [start_world(name).device.type for _ in range(2)] == ["cpu", "cpu"]
         assert re.fullmatch(ends, capsys.readouterr().err)
 
 

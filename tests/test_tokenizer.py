@@ -13,8 +13,8 @@ from conftest import EOT, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import text as texts
-from support import tokenizer
+from support import hf, tokenizer
+from support import sources as texts
 from support.common import UserError
 from support.tokenizer import (
     from_merges,
@@ -126,7 +126,7 @@ def test_gpt2s_file_is_made_of_the_rank_table_as_any_other_vocabularys_is():
 
 def test_a_vocabulary_is_the_same_with_any_number_of_threads():
     code = (
-        "from support.text import TINYSHAKESPEARE as path\n"
+        "from support.sources import TINYSHAKESPEARE as path\n"
         "from support.tokenizer import train_vocabulary\n"
         "print(train_vocabulary([path.read_text()], 2000).sha256)"
     )
@@ -218,10 +218,10 @@ def test_a_damaged_tokenizer_json_is_named(tmp_path):
 
 def test_a_model_with_another_number_of_tokens_than_its_tokenizer_is_named():
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=600), tokenizer=SMALL)
-    tokenizer.check_vocabulary("ours", model)
+    hf.check_vocabulary("ours", model)
     model.config.vocab_size = 300
     with pytest.raises(UserError, match=r"theirs has 300 tokens, its tokenizer 600"):
-        tokenizer.check_vocabulary("theirs", model)
+        hf.check_vocabulary("theirs", model)
 
 
 def test_each_merge_is_of_two_earlier_tokens():

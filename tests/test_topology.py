@@ -31,8 +31,8 @@ from conftest import (
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from config import TrainConfig
-from support.distributed import World
-from support.log import Log
+from support.distributed import join, start_world
+from support.log import open_log
 from support.resume import as_restarted
 
 # an update of eight sequences, so that 4 ranks have 2 each; a later flag counts more
@@ -137,22 +137,21 @@ def test_a_restart_goes_on_with_the_run_that_its_own_launch_began(
 ):
     def restart(launch: str) -> TrainConfig:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{launch}/attempt_1/0/error.json")
-        return as_restarted(typed, World("cpu"))
+        return as_restarted(typed, start_world("cpu"))
 
     typed = TrainConfig(log_dir=str(tmp_path), **flags)
     again = dataclasses.replace(typed, **goes_on)
     assert restart("b") == typed
-    log = Log(tmp_path, True)
-    log.start({"launch": ["a"]})
+    open_log(tmp_path, [{"type": "run", "launch": ["a"]}])
     (tmp_path / "ckpt_000020").mkdir()
     assert restart("b") == typed, "it was killed before it could begin its own"
     (tmp_path / "ckpt_000020").rmdir()
-    log.start({"launch": ["b", "c"]})
+    open_log(tmp_path, [{"type": "run", "launch": ["b", "c"]}])
     assert restart("b") == restart("c") == again, "another node may now be the first"
     (tmp_path / "ckpt_000010").mkdir()
     assert restart("b") == dataclasses.replace(typed, resume="auto", overwrite=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert as_restarted(typed, World("cpu")) == typed, "python has no restarts"
+    assert as_restarted(typed, start_world("cpu")) == typed, "python has no restarts"
 
 
 OFTEN = (0.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)  # imports take the first two or three
@@ -203,9 +202,9 @@ def test_what_hangs_holds_gpus_for_10_minutes_but_gloo_waits_30(monkeypatch, deb
 
     monkeypatch.setattr(dist, "rendezvous", lambda url: iter([(dist.HashStore(), 0, 1)]))
     monkeypatch.setattr(dist, "init_process_group", make_group)
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         world.device = torch.device("cuda", 0)
-        world.join()
+        join(world)
         backends = [dist.group.WORLD._get_backend(torch.device(name)) for name in ("cuda", "cpu")]
         assert [each.options._timeout.total_seconds() / 60 for each in backends] == [10, 30]
 
@@ -217,13 +216,13 @@ import sys, time
 import torch
 import torch.distributed as dist
 from support.common import run_script
-from support.distributed import World
+from support.distributed import start_world
 
 held = []
 
 
 def main(_args):
-    with World("cpu") as world:
+    with start_world("cpu") as world:
         held.append(dist.group.WORLD)  # as ZeRO, FSDP and torch.distributed.nn do
         time.sleep(2 * world.rank)
         dist.all_reduce(torch.ones(1), async_op=True)

@@ -51,9 +51,9 @@ from support import checkpoint, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
 from support.device import free_memory
-from support.distributed import Interrupted, Stop, World
-from support.divergence import MOST_SKIPPED, is_spike, judge_update, why_stop
-from support.log import Log, read_run
+from support.distributed import Interrupted, Stop, start_world
+from support.divergence import MOST_SKIPPED, why_stop
+from support.log import Log, open_log, open_tracker, read_run, records_before
 from support.memory import (
     estimate_memory,
     explain_out_of_memory,
@@ -64,7 +64,7 @@ from support.resume import args_to_resume, command_line, start_logs
 from support.tokenizer import gpt2
 from train_gpt2 import build_model, end_diverged, learning_rate, main, report_step, train_step
 
-WORLD = World("cpu")
+WORLD = start_world("cpu")
 
 
 @pytest.mark.parametrize("decay, quarter", [("cosine", 0.8682), ("linear", 0.775), ("wsd", 1.0)])
@@ -91,7 +91,7 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_valid_and_any_flag_overrides_it(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config, _ = parse_command_line(["--keep_checkpoints=7", "--preset", name, "--data-dir", "."])
+    config = parse_command_line(["--keep_checkpoints=7", "--preset", name, "--data-dir", "."])
     overridden = dict(preset=name, keep_checkpoints=7, data_dir=".")
     assert config == dataclasses.replace(PRESETS[name], **overridden)
     assert check(config, 1) == []
@@ -101,9 +101,12 @@ def test_every_preset_is_valid_and_any_flag_overrides_it(name, tmp_path, monkeyp
 
 
 def step_on(
-    model, optimizers, sequences, B: int, lr=0.1, grad_clip=0.0, judge=None, wait=None, stop=None
+    model, optimizers, sequences, B: int, lr=0.1, grad_clip=0.0, scaled=False, wait=None, stop=None
 ):
-    """One update on all the sequences (N, T+1), in micro-batches of B -> loss, norm."""
+    """One update on all the sequences (N, T+1), in micro-batches of B -> loss, norm.
+
+    scaled: by a GradScaler, as float16 needs it.
+    """
     parts = iter(sequences.split(B))
 
     def next_batch():
@@ -113,7 +116,7 @@ def step_on(
     loss, norm, _ = train_step(
         model=model,
         optimizers=optimizers,
-        scaler=torch.amp.GradScaler("cpu", enabled=False),
+        scaler=torch.amp.GradScaler("cpu", enabled=scaled),
         loader=SimpleNamespace(next_batch=next_batch, wait=wait or Mock()),
         grad_accum_steps=len(sequences) // B,
         world=WORLD,
@@ -121,7 +124,6 @@ def step_on(
         dtype=torch.float32,
         lr=lr,
         grad_clip=grad_clip,
-        judge=judge,
     )
     return loss, norm
 
@@ -178,16 +180,22 @@ def test_updates_are_those_of_build_nanogpt_on_the_gpt2_of_transformers(tmp_path
         assert norm.item() == pytest.approx(their_norm.item(), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_refused_update_leaves_weights_and_moments_as_they_were(tiny, name):
+@pytest.mark.parametrize("name, overflows", [
+    ("adamw", "transformer.wpe.weight"),
+    ("muon", "transformer.wpe.weight"),  # AdamW's; Muon's gradients are finite
+    ("muon", "transformer.h.0.mlp.c_fc.weight"),  # Muon's; AdamW's gradients are finite
+])  # fmt: skip
+def test_an_overflow_in_float16_skips_the_update_of_every_optimizer(tiny, name, overflows):
     optimizers = tiny.configure_optimizers(name)
     before = {name: p.clone() for name, p in tiny.named_parameters()}
     sequences = torch.randint(0, 50257, (2, 9))
-    step_on(tiny, optimizers, sequences, B=2, judge=lambda loss, norm: "why")
+    with tiny.get_parameter(overflows).register_hook(lambda grad: grad * math.inf):
+        _, norm = step_on(tiny, optimizers, sequences, B=2, scaled=True)
+    assert not norm.isfinite()
     assert all(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
     assert not any(optimizer.state for optimizer in optimizers)
     assert all(p.grad is None for p in tiny.parameters())
-    step_on(tiny, optimizers, sequences, B=2, judge=lambda loss, norm: "")
+    step_on(tiny, optimizers, sequences, B=2, scaled=True)
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
 
 
@@ -279,15 +287,15 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
 
 
 def test_a_line_of_training_on_a_gpu_has_the_mfu():
-    run = Mock(peak=4e12, first_step=0, config=TrainConfig(total_batch_size=1000))
+    run = Mock(total_peak_flops=4e12, first_step=0, config=TrainConfig(total_batch_size=1000))
     run.progress.step = 0
     run.train_loader.cursor = 1
     run.model.flops_per_token.return_value = 10**9
     run.world.device = torch.device("cpu")
-    report_step(run, loss=3.0, norm=1.0, lr=1e-3, dt=0.5, skipped="")
+    report_step(run, loss=3.0, norm=1.0, lr=1e-3, dt=0.5, skipped=False)
     assert run.world.say.call_args.args[0].endswith("| tok/sec 2,000 | mfu 50.0%")
     assert run.log.record.call_args.kwargs["mfu"] == 0.5
-    report_step(run, loss=math.nan, norm=math.inf, lr=1e-3, dt=0.5, skipped="loss nan")
+    report_step(run, loss=math.nan, norm=math.inf, lr=1e-3, dt=0.5, skipped=True)
     kept = run.log.record.call_args.kwargs
     assert (kept["loss"], kept["norm"]) == (None, None), "JSON has no NaN"
 
@@ -444,20 +452,24 @@ def test_a_run_trains_on_while_a_thread_writes_what_it_had(corpus, tmp_path, mon
 def test_the_end_of_a_run_names_only_written_checkpoints(corpus, tmp_path, monkeypatch, end):
     ended: list[int] = []
 
-    def why_stop(progress, *_):
-        if progress.step < 2:
-            return ""
-        ended.append(progress.step)
+    def train_step(**parts):
+        step = parts["loader"].cursor // 4
+        loss, norm, skipped = real_step(**parts)
+        if step < 2:
+            return loss, norm, skipped
+        ended.append(step)
         if end == "diverged":
-            return "it is bad"
-        return signal.raise_signal(signal.SIGTERM)
+            return loss * math.nan, norm, skipped
+        signal.raise_signal(signal.SIGTERM)
+        return loss, norm, skipped
 
     def may_write(step):
         if (step, end) == (3, "full disk"):
             raise UserError("the disk is full")
         return ended
 
-    monkeypatch.setattr(divergence, "why_stop", why_stop)
+    real_step = train_gpt2.train_step
+    monkeypatch.setattr(train_gpt2, "train_step", train_step)
     write_later(monkeypatch, may_write)
     done = call("train_gpt2.py", *tiny_run(corpus, tmp_path / "log", "--checkpoint-every 2"))
     words = {"diverged": "last checkpoint: {}/ckpt_000002", "signal": "{}/ckpt_000003 is saved"}
@@ -584,10 +596,10 @@ def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypa
     set_by_user = {name: "a:1"} if name else {}
     found = []
     monkeypatch.setattr(os, "environ", set_by_user.copy())
-    monkeypatch.setattr("support.distributed.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("support.device.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(os.environ.copy()))
-    World("cuda")
+    start_world("cuda")
     assert found == [set_by_user or {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}]
 
 
@@ -600,7 +612,7 @@ def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, n
         raise UserError(f"NVLS {os.environ['NCCL_NVLS_ENABLE']}")
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr(World, "join", make_group)
+    monkeypatch.setattr("support.distributed.join", make_group)
     monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **user})
     with pytest.raises(UserError, match=f"NVLS {nvls}"):
         main(["--deterministic", "--device", "cpu"])
@@ -610,7 +622,7 @@ def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch
     config = TrainConfig(dtype="bfloat16", n_head=24)
     train_gpt2.start_device(config, WORLD)
     assert capsys.readouterr().out == "device: cpu, bfloat16 (--dtype)\n"
-    gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print)
+    gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print, any=bool)
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
     monkeypatch.setattr("support.device.peak_flops", lambda device, dtype: (1e12, "a test"))
@@ -636,9 +648,9 @@ def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypat
     parts = estimate_memory(tiny, config, B, width=4, device="cpu")
     free = 2 * (sum(parts.values()) - parts["weights"])  # the weights are there already
     monkeypatch.setattr("support.memory.free_memory", lambda device, _: free)
-    assert fit_batch_size(tiny, config, World("cpu"), torch.float32) == B
+    assert fit_batch_size(tiny, config, start_world("cpu"), torch.float32) == B
     free -= 1
-    assert fit_batch_size(tiny, config, World("cpu"), torch.float32) == max(1, B // 2)
+    assert fit_batch_size(tiny, config, start_world("cpu"), torch.float32) == max(1, B // 2)
 
 
 @pytest.mark.parametrize("limit, free", [("max", 8192000), ("5000000", 3500000), (None, 8192000)])
@@ -655,18 +667,18 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
     assert free_memory(torch.device("cpu"), 2) == free // 2, "two processes share the machine"
 
 
-# -- signals, logs, a loss that is not a number, and spikes
+# -- signals, logs, a loss that is not a number
 
 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny):
     with as_a_process(sys.argv, b""):
         stop = Stop(WORLD)
         stop.listen()
-        stop.check()
+        stop.vote()
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
         with pytest.raises(Interrupted):
-            stop.check()
+            stop.vote()
         example = dict(ctx="a b", endings=["c", "d", "e", "f"], label=0)
         with pytest.raises(Interrupted):
             hellaswag.evaluate(tiny, [example], "cpu", stop=stop)
@@ -675,8 +687,7 @@ def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny)
 
 
 def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path, monkeypatch):
-    log = Log(str(tmp_path), True)
-    log.start({})
+    log = open_log(tmp_path, [{"type": "run"}])
     for name in ("builtins.open", "io.open"):
         monkeypatch.setattr(name, None)  # a record opens no file, and can be read at once
     for step in range(6):
@@ -687,12 +698,12 @@ def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path,
     monkeypatch.undo()
     with open(tmp_path / "metrics.jsonl", "a") as f:
         f.write('{"type": "train", "st')
-    log.resume(4, True, {})
+    open_log(tmp_path, records_before(tmp_path, 4, True))
     assert not read_records(tmp_path, "end"), "it goes on"
     lines = [line.split() for line in (tmp_path / "log.txt").read_text().splitlines()]
     assert [step for step, stream, _ in lines if stream == "train"] == ["0", "1", "2", "3"]
     assert [step for step, stream, _ in lines if stream == "val"] == ["0", "2", "4"]
-    log.resume(4, False, {})
+    open_log(tmp_path, records_before(tmp_path, 4, False))
     assert "4 val" not in (tmp_path / "log.txt").read_text()
 
 
@@ -729,50 +740,34 @@ def test_a_nan_in_the_backward_pass_is_named_and_one_that_is_gone_ends_the_hunt(
     assert contents(run_dir) == before
 
 
-def test_a_spike_and_an_overflow_are_refused_and_the_window_moves_on():
-    progress = Progress(recent={"loss": [1.0, 1.1] * 64, "norm": [0.5, 0.6] * 64})
-    assert not is_spike(9.0, progress.recent["loss"][1:], 4.0), "the window is not full yet"
-    for loss, norm, float16, reason in [
-        (1.0, 0.5, True, ""),
-        (9.0, 0.5, True, "spike of the loss"),
-        (1.0, 7.0, True, "spike of the norm"),
-        (1.0, math.inf, True, "overflow in float16"),
-        (1.0, math.inf, False, "loss 1.0, norm inf"),
-        (math.nan, math.nan, False, "loss nan, norm nan"),
-    ]:
-        assert judge_update(progress, loss, norm, limit=4.0, float16=float16) == reason
-        assert why_stop(progress, loss, norm, reason) == "", "one bad batch is skipped"
-    assert len(progress.recent["loss"]) == 128
-    assert progress.recent["loss"][-3:] == [1.0, 9.0, 1.0], "an overflow says nothing of the loss"
-    assert progress.recent["norm"][-3:] == [0.5, 0.5, 7.0]
-    assert "the loss is nan" in why_stop(Progress(), math.nan, 1.0, "")
-    assert not judge_update(Progress(), math.nan, 1.0, limit=0, float16=False), "it must stop"
+@pytest.mark.parametrize("loss, norm, skipped_in_a_row, reason", [
+    (3.0, 1.0, 0, ""),
+    (3.0, math.inf, 1, ""),  # one overflow in float16
+    (3.0, math.nan, MOST_SKIPPED - 1, ""),
+    (3.0, math.inf, MOST_SKIPPED, "50 updates in a row were skipped: overflow in float16"),
+    (3.0, math.inf, 0, "the loss is 3.0 and the gradient norm inf"),
+    (math.nan, math.nan, 0, "the loss is nan and the gradient norm nan"),
+    (math.inf, math.nan, 1, "the loss is inf and the gradient norm nan"),  # a NaN, no overflow
+])  # fmt: skip
+def test_a_run_goes_on_after_an_overflow_but_not_after_many_or_a_nan(
+    loss, norm, skipped_in_a_row, reason
+):
+    assert why_stop(loss, norm, skipped_in_a_row) == reason
 
 
-def test_a_run_whose_every_update_overflows_ends_in_a_sentence():
-    progress = Progress()
-    bad = dict(loss=1.0, norm=math.inf, limit=0.0, float16=True)
-    for _ in range(2):
-        assert not judge_update(progress, **bad | dict(norm=0.5)), "the count begins anew"
-        for _ in range(MOST_SKIPPED - 1):
-            reason = judge_update(progress, **bad)
-            assert reason and not why_stop(progress, 1.0, math.inf, reason)
-    reason = judge_update(progress, **bad)
-    assert "overflow in float16" in why_stop(progress, 1.0, math.inf, reason)
-
-
-def test_skipped_steps_are_logged_and_the_window_survives_a_resume(shards, tmp_path):
-    # a low limit and a slow descent: from step 128 on, about every other update is refused
-    flags = """--batch-size 4 --max-steps 160 --learning-rate 0.001
-        --skip-spikes 0.5 --checkpoint-every 140 --keep-checkpoints 9"""
-    log_dir = tmp_path / "log"
-    train(shards, log_dir, flags)
-    skipped = [r["step"] for r in read_records(log_dir, "train") if "skipped" in r]
-    assert min(skipped) >= 128
-    whole = losses(log_dir)
-    done = train(shards, log_dir, flags, "--resume", log_dir / "ckpt_000140")
-    assert losses(log_dir) == whole
-    assert "no update: spike" in done.stdout
+def test_overflows_in_a_row_are_counted_and_a_checkpoint_keeps_the_count(monkeypatch):
+    run = Mock(config=TrainConfig(), progress=Progress(best_saved={"loss": 3.0}), last_save_time=0)
+    run.train_loader.B = run.world.size = run.world.rank = 1
+    counts = []
+    for skipped in (False, True, True, False, True, True, True):
+        outcome = (torch.tensor(3.0), torch.tensor(1.0), skipped)
+        monkeypatch.setattr(train_gpt2, "train_step", lambda outcome=outcome, **_: outcome)
+        train_gpt2.make_update(run, lr=1e-3)
+        counts.append(run.progress.skipped_in_a_row)
+    assert counts == [0, 1, 2, 0, 1, 2, 3]
+    saved = run.progress.as_saved()
+    assert Progress.from_saved(saved) == run.progress
+    assert saved["best"] == {"loss": 3.0} and "lower" in saved, "as older checkpoints have it"
 
 
 # -- mistakes: a sentence, no traceback
@@ -799,7 +794,7 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
 )
 def test_a_wrong_value_is_named_with_what_would_do(shards, monkeypatch, change, processes, words):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    fine, _ = parse_command_line([*map(str, tiny_run(shards, "nowhere"))])
+    fine = parse_command_line([*map(str, tiny_run(shards, "nowhere"))])
     assert check(fine, 1) == []
     [problem] = check(dataclasses.replace(fine, **change), processes)
     assert all(word in problem for word in words), problem
@@ -820,11 +815,11 @@ def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
     line = "--sample-prompt 'a b' --resume x --max-steps=3"
     args = args_to_resume(shlex.split(f"{line} {end}"))
     assert shlex.join(args) == "--sample-prompt 'a b' --max-steps=3 --resume auto"
-    assert parse_command_line(args)[0].resume == "auto"
+    assert parse_command_line(args).resume == "auto"
 
 
 def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch):
-    monkeypatch.setattr(World, "join", lambda world: None)
+    monkeypatch.setattr("support.distributed.join", lambda world: None)
     for size, local, launcher in [
         ("1", "1", "python train_gpt2.py"),
         ("8", "8", "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
@@ -832,7 +827,7 @@ def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monk
     ]:
         monkeypatch.setenv("WORLD_SIZE", size)
         monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        assert command_line(World("cpu").launcher, ["--seed", "1"]).startswith(launcher)
+        assert command_line(start_world("cpu").launcher, ["--seed", "1"]).startswith(launcher)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -854,10 +849,8 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
         finish=lambda: got.append("finish"),
     )
     monkeypatch.setitem(sys.modules, name, service)
-    log = Log(str(tmp_path), True, name)
     about = {"config": {"n_layer": 12, "seed": 1}, "model": {"n_layer": 2}}
-    log.open_tracker(about, 0)
-    log.start(about)
+    log = open_log(tmp_path, [], open_tracker(name, tmp_path, about, 0))
     log.record(3, "train", loss=4.5, lr=0.1)
     log.record(5, "samples", prompt="a", samples=["ab", "ac"])
     log.close()
@@ -869,15 +862,19 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     ]
 
 
-def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(run_dir):
-    config = TrainConfig(log_dir=str(run_dir), overwrite=True)
-    log = Mock()
-    log.open_tracker.side_effect = ConnectionError
+def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
+    run_dir, monkeypatch
+):
+    config = TrainConfig(log_dir=str(run_dir), overwrite=True, tracker="wandb")
+    service = Mock()
+    service.init.side_effect = ConnectionError
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    about = {"config": {}, "model": {}}
     with pytest.raises(ConnectionError):
-        start_logs(config, log, None, {})
+        start_logs(config, WORLD, None, about)
     assert len(checkpoint.checkpoints(run_dir)) == 3
-    log.open_tracker.side_effect = None
-    start_logs(config, log, None, {})
+    service.init.side_effect = None
+    start_logs(config, WORLD, None, about)
     assert not checkpoint.checkpoints(run_dir)
     assert not (run_dir / "report.md").exists(), "it was about the old run"
 
@@ -912,7 +909,7 @@ WARM_UPS |= {"--preset quickstart --max-steps=100": 10, "--max-steps 10 --warmup
 
 @pytest.mark.parametrize("flags, steps", WARM_UPS.items())
 def test_a_presets_warm_up_is_at_most_a_tenth_of_the_run(flags, steps, tmp_path):
-    config, _ = parse_command_line([*flags.split(), "--data-dir", str(tmp_path)])
+    config = parse_command_line([*flags.split(), "--data-dir", str(tmp_path)])
     assert config.warmup_steps == steps
     assert check(dataclasses.replace(config, log_dir="nowhere"), 1) == []
 
@@ -976,12 +973,12 @@ def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags
     tiny.save_pretrained(tmp_path / "model")
     args = [*flags.split(), "--sequence-length=16", f"--init-from={tmp_path}/model"]
     args.append(f"--data-dir={tmp_path}")  # not what make quickstart leaves here
-    config, typed = parse_command_line([*args, "--no-compile"])
+    config = parse_command_line([*args, "--no-compile"])
     if has:
         with pytest.raises(UserError, match=rf"model {has} leave these flags out.* from scratch$"):
-            build_model(config, typed, WORLD)
+            build_model(config, WORLD)
     else:
-        assert build_model(config, typed, WORLD).config.n_layer == 2
+        assert build_model(config, WORLD).config.n_layer == 2
 
 
 def test_eval_only_prints_what_training_does_and_writes_nothing(corpus, tmp_path, monkeypatch):
@@ -1028,7 +1025,7 @@ def test_a_time_is_that_of_an_update_and_pictures_are_few(corpus, tmp_path, monk
     monkeypatch.setattr(plots, "plot_run", draw)
     monkeypatch.setattr(evaluate, "validate", takes(50, lambda **_: (3.0, None, None)))
     monkeypatch.setattr(checkpoint, "write", takes(1000, checkpoint.write))
-    monkeypatch.setattr(Stop, "ask", takes(4, Stop.ask))
+    monkeypatch.setattr(Stop, "start_vote", takes(4, Stop.start_vote))
     monkeypatch.setattr(Log, "record", takes(1, Log.record))
     flags = "--batch-size 4 --val-every 2 --val-tokens 160 --checkpoint-every 3"
     call("train_gpt2.py", *tiny_run(corpus, tmp_path / "log", flags))
@@ -1101,7 +1098,7 @@ def test_a_shard_that_disappears_ends_the_run_with_its_updates_saved(shards, tmp
 
 def test_a_run_knows_its_own_checkpoint_by_any_path(corpus, run_dir, monkeypatch):
     monkeypatch.chdir(run_dir.parent)
-    monkeypatch.setattr(Stop, "heed", Mock(side_effect=Interrupted))
+    monkeypatch.setattr(Stop, "read_vote", Mock(side_effect=Interrupted))
     before = contents(run_dir / "ckpt_000004")
     resume = tiny_run(corpus, "log", "--max-steps 9 --resume", run_dir / "ckpt_000004")
     done = call("train_gpt2.py", *resume)

@@ -19,7 +19,7 @@ from config import parse_command_line
 from fineweb import Config, make_shards
 from hellaswag import render_example
 from model import GPT
-from support import text
+from support import sources
 from support.common import UserError
 from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data
 
@@ -61,7 +61,7 @@ def documents(tmp_path) -> Path:
 
 
 def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(monkeypatch, tmp_path):
-    monkeypatch.setattr(text, "STRETCH", 1000)  # what is held out ends in one of the later ones
+    monkeypatch.setattr(sources, "STRETCH", 1000)  # what is held out ends in one of the later ones
     planted = "zyxomma "
     lines = [f"{planted * 40 if n < 25 else f'line {n} of a long text'}\n" for n in range(9000)]
     (tmp_path / "a.txt").write_text("".join(lines))
@@ -94,7 +94,7 @@ def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(monkeypa
 def test_the_split_is_at_a_document_or_at_the_end_of_a_line(sizes, expected):
     texts = [("".join("123456789\n" for _ in range(size // 10)), True) for size in sizes]
     texts = [("0123456789", True)] if sizes == [10] else texts
-    assert text.find_split([text.File("a", lambda: iter(texts))], 1e9) == list(expected)
+    assert sources.find_split([sources.File("a", lambda: iter(texts))], 1e9) == list(expected)
 
 
 def test_a_source_without_text_is_refused(tmp_path):
@@ -104,7 +104,7 @@ def test_a_source_without_text_is_refused(tmp_path):
 
 
 def test_at_most_ten_megabytes_are_held_out_whatever_comes_later(monkeypatch):
-    monkeypatch.setattr(text, "MOST_HELD_OUT", 1000)
+    monkeypatch.setattr(sources, "MOST_HELD_OUT", 1000)
     asked = []
 
     def read():
@@ -112,25 +112,25 @@ def test_at_most_ten_megabytes_are_held_out_whatever_comes_later(monkeypatch):
             asked.append(number)
             yield "x" * 100, True
 
-    assert text.find_split([text.File("a", read)], 1e9) == [0, 10, 0]
-    assert len(asked) == 200 and text.find_split([text.File("a", read)], 4000) == [0, 2, 0]
+    assert sources.find_split([sources.File("a", read)], 1e9) == [0, 10, 0]
+    assert len(asked) == 200 and sources.find_split([sources.File("a", read)], 4000) == [0, 2, 0]
 
 
 def test_tiny_shakespeare_has_nanogpts_split(tmp_path):
     make(tmp_path / "own", "tinyshakespeare", vocab_size=300)
     make(tmp_path / "gpt2", "tinyshakespeare")
-    whole = text.TINYSHAKESPEARE.read_text()
+    whole = sources.TINYSHAKESPEARE.read_text()
     for name in ("own", "gpt2"):
         assert text_of(tmp_path / name, 0) == "<|endoftext|>" + whole[1_003_854:]
         assert text_of(tmp_path / name, 1) == "<|endoftext|>" + whole[:1_003_854]
 
 
 def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(text, "DISTINCT_WORDS", 500)
+    monkeypatch.setattr(sources, "DISTINCT_WORDS", 500)
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text(JAPANESE)
-    files = list(text.find_local(str(tmp_path / "*.txt"), "text"))
-    assert list(text.read_for_vocabulary(files)) == [JAPANESE], "one has more than 500 bytes"
+    files = list(sources.find_local(str(tmp_path / "*.txt"), "text"))
+    assert list(sources.read_for_vocabulary(files)) == [JAPANESE], "one has more than 500 bytes"
     assert "vocabulary: trained on the first 0 MB, because their words" in capsys.readouterr().err
 
 
@@ -163,31 +163,6 @@ def test_a_vocabulary_is_made_once_and_a_folder_with_another_one_is_refused(docu
     assert "nothing to do" in make(tmp_path / "copy", documents, tokenizer=own)
     make(folder, documents, overwrite=True)
     assert not (folder / "tokenizer.json").exists() and tokenizer_of_data(folder) is gpt2()
-
-
-def test_a_file_that_grows_after_an_interruption_keeps_its_split(monkeypatch, tmp_path):
-    texts = [f"Document {n}: {'the same words again ' * 9}" for n in range(3000)]
-    lines = [json.dumps({"text": text}) + "\n" for text in texts]
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(lines[:300]))
-    save = fineweb.save_shard
-
-    def save_two(folder, manifest, *others):
-        if len(manifest["shards"]) == 2:
-            raise UserError("interrupted")
-        save(folder, manifest, *others)
-
-    monkeypatch.setattr(text, "BATCH_DOCUMENTS", 10)
-    monkeypatch.setattr(fineweb, "save_shard", save_two)
-    options = dict(vocab_size=300, shard_size=1500)
-    with pytest.raises(UserError, match="interrupted"):
-        make(tmp_path / "own", path, **options)
-    monkeypatch.setattr(fineweb, "save_shard", save)
-    path.write_text("".join(lines))
-    make(tmp_path / "own", path, **options)
-    decode = tokenizer_of_data(tmp_path / "own").encoding.decode
-    read = decode(np.concatenate(shards_of(tmp_path / "own")).tolist())
-    assert read == "".join(f"<|endoftext|>{text}" for text in texts), "no text is lost"
 
 
 def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_path):

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, parse_command_line
 from model import GPT, GPTConfig
-from support import sharding
-from support.distributed import Stop, World
+from support import distributed, sharding
+from support.distributed import Stop, start_world
 from train_gpt2 import build_optimizers, train_step
 
 # -- the table: how many of each kind an update of 2 micro-steps makes, and their bytes. The bytes
@@ -29,7 +29,7 @@ from train_gpt2 import build_optimizers, train_step
 
 WEIGHTS = 4 * 124_475_904  # bytes of the 124M in float32, with the padding of the embedding
 BLOCKS = 4 * 85_054_464  # of the 12 blocks: FSDP2's 13 units are these and the rest of the model
-STOP = {"all-reduce of Stop's wishes": (2, 2 * 12)}  # behind each backward pass, between CPUs
+STOP = {"all-reduce of Stop's votes": (2, 2 * 12)}  # behind each backward pass, between CPUs
 LOSS = {"all-reduce of a number": (1, 4)}
 LOSS_AND_NORM = {"all-reduce of a number": (2, 8)}
 # ddp sums in the last backward pass, in buckets of 25 MB or one tensor
@@ -58,7 +58,7 @@ sent: dict[str, tuple[int, int]] = {}  # in the present update: their number and
 
 def note(kind: str, tensor: torch.Tensor) -> None:
     if kind == "all-reduce" and tensor.numel() <= 3:
-        kind += " of a number" if tensor.is_floating_point() else " of Stop's wishes"
+        kind += " of a number" if tensor.is_floating_point() else " of Stop's votes"
     number, size = sent.get(kind, (0, 0))
     sent[kind] = (number + 1, size + tensor.nbytes)
 
@@ -93,7 +93,7 @@ class NotedDDP(DistributedDataParallel):
 def make_updates(config: TrainConfig, nodes: int) -> list[dict]:
     """The collectives of a run's first two updates."""
     os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="8", WORLD_SIZE=str(8 * nodes))
-    world = World("cpu")
+    world = start_world("cpu")
     model = GPT(GPTConfig(**GPTConfig.fields_from(config)))
     sharding.shard(model, world, config.sharding)
     trained = sharding.wrap(model, world)
@@ -122,7 +122,7 @@ def make_row(update: dict) -> dict[str, str]:
 
 def main(result: Path) -> None:
     """Writes rows of the page's table and findings to `result`."""
-    World.join = lambda world: dist.init_process_group(
+    distributed.join = lambda world: dist.init_process_group(
         "fake", store=FakeStore(), rank=0, world_size=world.size
     )
     sharding.DistributedDataParallel = NotedDDP
@@ -130,7 +130,7 @@ def main(result: Path) -> None:
     problems = []
     for (strategy, nodes), expected in EXPECTED.items():
         name = f"{strategy}, {nodes} × 8 GPUs"
-        config, _ = parse_command_line(["--sharding", strategy])
+        config = parse_command_line(["--sharding", strategy])
         first, second = make_updates(config, nodes)
         tables = {"first": (first, expected | FIRST[strategy]), "second": (second, expected)}
         for which, (made, table) in tables.items():

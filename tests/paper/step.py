@@ -31,7 +31,7 @@ from model import GPT, GPTConfig
 from support import sharding
 from support.compile import compile_model
 from support.device import autocast, evaluation_mode, prepare_device
-from support.distributed import Stop, World
+from support.distributed import Stop, World, start_world
 from support.memory import estimate_memory
 from train_gpt2 import build_optimizers, start_device, train_step
 
@@ -99,7 +99,7 @@ class Ledger(TorchDispatchMode):
             self.hold(x)
         if f" {name} " in VIEWS:
             return out
-        if any(x.is_cpu and (on_gpu or x.numel() > 3) for x in tensors):  # Stop has three wishes
+        if any(x.is_cpu and (on_gpu or x.numel() > 3) for x in tensors):  # Stop has three votes
             self.note_cpu(name, out)
         if on_gpu:
             count = flop_registry.get(func._overloadpacket)
@@ -195,9 +195,8 @@ def build(config: TrainConfig, world: World) -> dict[str, Callable[[], Any]]:
     width = 384  # of the rows that hellaswag.prepare lays out
     columns = torch.zeros(hellaswag.GPU_TOKENS // width, width, 3, dtype=torch.int64)
     targets = torch.zeros(hellaswag.GPU_TOKENS // 2, 4, dtype=torch.int64)
-    judge = (lambda loss, norm: "") if scaler.is_enabled() else None
     parts = dict(model=trained, optimizers=optimizers, scaler=scaler, loader=loader, world=world)
-    parts |= dict(stop=Stop(world), dtype=dtype, strategy=config.sharding, judge=judge)
+    parts |= dict(stop=Stop(world), dtype=dtype, strategy=config.sharding)
     update = partial(train_step, **parts, lr=1e-3, grad_clip=config.grad_clip)
 
     def validate() -> None:
@@ -233,7 +232,7 @@ def find_problems(accounts: dict[str, Account], config: TrainConfig, plan: int) 
     twice = accounts["the second update"]
     if syncs := Counter(twice.syncs) - Counter(once.syncs):
         problems.append(f"a micro-step makes the CPU wait for the GPU: {', '.join(syncs)}")
-    elif len(once.syncs) > (2 if config.dtype == "float16" else 0):  # judge's loss and norm
+    elif len(once.syncs) > (1 if config.dtype == "float16" else 0):  # is the norm finite?
         problems.append(f"an update makes the CPU wait for the GPU: {', '.join(once.syncs)}")
     if (once.from_cpu, twice.from_cpu) != (2, 4):
         copied = f"{once.from_cpu} and {twice.from_cpu} CPU tensors"
@@ -260,10 +259,10 @@ def make_row(gpu: Gpu, launches: list, seen: list, tokens: int, peak: str) -> di
 
 def main(gpu: Gpu, result: Path, flags: list[str]) -> None:
     """Writes rows of the table and findings to `result`. flags: of training."""
-    config, _ = parse_command_line(flags)
+    config = parse_command_line(flags)
     with FakeTensorMode():
         prepare_device("cuda", config.deterministic)
-        phases = build(config, World("cuda"))
+        phases = build(config, start_world("cuda"))
         accounts = {name: LEDGER.phase(work) for name, work in phases.items()}
     with torch.device("meta"):
         model = GPT(GPTConfig(**GPTConfig.fields_from(config)))

@@ -42,8 +42,8 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        mend = "it is damaged or truncated, so make it again"
-        with reading(f"{path}, as a shard of uint16 tokens,", mend):
+        advice = "it is damaged or truncated, so make it again"
+        with reading(f"{path}, as a shard of uint16 tokens,", advice):
             self.offset, self.num_tokens = find_tokens(path)  # the first token's byte; how many
 
     def read(self, start: int, count: int, opener: Callable = OpenFile) -> np.ndarray:

@@ -19,9 +19,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import distributions
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.common import UserError, hash_file, reading
 from support.decontaminate import Benchmark, cut_out
@@ -57,8 +57,16 @@ FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 
 Text = tuple[str, bool]  # a document or a stretch of a long one; whether the document starts here
-# of a batch: its first file, its first text there, its last file, and what was read of that one
-Place = tuple[int, int, int, tuple]
+
+
+class Place(NamedTuple):
+    """Where a batch of texts comes from."""
+
+    file: int  # the number of its first file
+    text: int  # of its first text there
+    last_file: int
+
+
 Batch = tuple[Place, list[Text]]
 
 
@@ -68,7 +76,7 @@ class File:
     read: Callable[[], Iterator[Text]]
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
-    stamp: tuple = ()  # a local file's size, last change and SHA-256 when we began to read it
+    stamp: tuple = ()  # a local file's size, last change and SHA-256 when we first read it
     held_out: str = ""  # if it is for validation, and so read before all others: what it is
     # the part of it: from a character of one text to a character of another, or to the end
     begin: tuple[int, int] = (0, 0)
@@ -192,35 +200,28 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
         yield File(url, partial(read_rows, tables, column), info.sha)
 
 
-def find_changes(options: dict, stamps: dict[str, list], all_read: bool) -> list[str]:
+def find_changes(sources: list[str], stamps: dict[str, list], all_read: bool) -> list[str]:
     """How local files differ from those that were read, a phrase each; none if all are deleted.
 
     stamps: of the files that were read, in order. all_read: they are all that the sources had.
     """
-    present = {os.path.realpath(p): p for source in options["source"] for p in find_paths(source)}
+    present = {os.path.realpath(path): path for source in sources for path in find_paths(source)}
     read = {os.path.realpath(path): path for path in stamps}
     same = [read[key] for key in read if key in present]
     expected = list(present)[: None if all_read else len(same)]
-    changes = [f"{p} has changed" for p in same if has_changed(p, options["column"], stamps[p])]
+    changes = [f"{path} has changed" for path in same if has_changed(path, stamps[path])]
     changes += [f"{present[key]} is new" for key in expected if key not in read]
     changes += [f"{read[key]} is gone" for key in read if key not in present]
     return changes if present else []
 
 
-def has_changed(path: str, column: str, stamp: list) -> bool:
-    """Whether the text that was read of a local file is another one now. stamp: of the reading.
-
-    A stamp is (size, time of the last change, SHA-256). Of a file that was not read to its end, the
-    hash is that of the texts that were read, and their number follows: the rest may change.
-    """
+def has_changed(path: str, stamp: list) -> bool:
+    """Whether a local file differs from its stamp: size, time of the last change, SHA-256."""
     status = os.stat(path)
-    if [status.st_size, status.st_mtime_ns] == stamp[:2]:
+    size, time_ns, sha256 = stamp[:3]  # of a part of the file, old manifests have a fourth
+    if (status.st_size, status.st_mtime_ns) == (size, time_ns):
         return False
-    if len(stamp) == 3:
-        return hash_file(Path(path)) != stamp[2]
-    [file] = find_local(path, column)
-    last = islice(read_patiently(file), stamp[3] - 1, stamp[3])
-    return [sha256.hexdigest() for _, sha256 in last] != [stamp[2]]
+    return status.st_size != size or hash_file(Path(path)) != sha256
 
 
 # -- where text is split, and a vocabulary trained on it: no token may know what is held out
@@ -235,7 +236,7 @@ def find_split(files: list[File], most: float) -> list[int]:
     """
     size = 0
     first: list[tuple] = []  # texts: the bytes before each, its place, it, is it a start
-    for i, j, text, starts in read_texts(files):
+    for i, j, (text, starts) in read_texts(files):
         if size <= 2 * MOST_HELD_OUT:
             first.append((size, i, j, text, starts))
         size += num_bytes(text)
@@ -272,7 +273,7 @@ def read_for_vocabulary(files: list[File]) -> Iterator[str]:
     size = 0
     distinct = 0
     words: set[str] = set()
-    for _, _, text, _ in read_texts([file for file in files if not file.held_out]):
+    for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
         yield text
         size += num_bytes(text)
         new = set(WORD.findall(text)) - words
@@ -281,15 +282,9 @@ def read_for_vocabulary(files: list[File]) -> Iterator[str]:
         if distinct > DISTINCT_WORDS:
             sample = f"the first {size / 1e6:,.0f} MB, because their words are so many"
             print(f"vocabulary: trained on {sample} (text without spaces?)", file=sys.stderr)
-        if distinct > DISTINCT_WORDS or size >= VOCABULARY_TEXT:
             return
-
-
-def read_texts(files: list[File]) -> Iterator[tuple[int, int, str, bool]]:
-    """Yields all texts: the number of the file, its own, the text, whether it starts a document."""
-    for i, file in enumerate(files):
-        for j, (text, starts), _ in read_part(file):
-            yield i, j, text, starts
+        if size >= VOCABULARY_TEXT:
+            return
 
 
 def num_bytes(text: str) -> int:
@@ -301,19 +296,6 @@ def num_bytes(text: str) -> int:
 
 def open_file(path: str) -> Any:
     return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
-
-
-def download(url: str) -> bytes:
-    """The content behind a URL. Asks a busy server three times. Raises OSError."""
-    import requests
-    from requests.adapters import HTTPAdapter, Retry
-
-    retry = Retry(2, connect=0, backoff_factor=1, status_forcelist=[429, 500, 502, 503, 504])
-    with requests.Session() as session:
-        session.mount(url, HTTPAdapter(max_retries=retry))
-        response = session.get(url, timeout=(3, 20))  # seconds to connect, and without a byte
-        response.raise_for_status()
-    return response.content
 
 
 def read_text(path: str, column: str = "") -> Iterator[Text]:
@@ -387,52 +369,51 @@ READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet":
 
 def read_batches(files: list[File], file: int = 0, number: int = 0) -> Iterator[Batch]:
     """Yields batches of texts, each with its place, from text `number` of a file on."""
-    batch: list[Text] = []
-    chars = 0
-    for i in range(file, len(files)):
-        for j, text, sha256 in read_part(files[i], number if i == file else 0):
+    texts = read_texts(files, file, number)
+    # what is held out ends with a batch
+    for _, group in groupby(texts, key=lambda text: not files[text[0]].held_out):
+        batch: list[Text] = []
+        for i, j, text in group:
             if not batch:
                 begin = (i, j)
+                chars = 0
             batch.append(text)
             chars += len(text[0])
             if len(batch) >= BATCH_DOCUMENTS or chars >= BATCH_CHARS:
-                stamp = files[i].stamp and (*files[i].stamp[:2], sha256.hexdigest(), j + 1)
-                yield (*begin, i, stamp), batch
+                yield Place(*begin, i), batch
                 batch = []
-                chars = 0
-        # what is held out ends with a batch
-        is_last = i + 1 == len(files) or (files[i].held_out and not files[i + 1].held_out)
-        if batch and is_last:
-            yield (*begin, i, files[i].stamp), batch
-            batch = []
-            chars = 0
+        if batch:
+            yield Place(*begin, i), batch
 
 
-def read_part(file: File, number: int = 0) -> Iterator[tuple[int, Text, Any]]:
-    """Yields the texts of a file's part from text `number` on: their numbers, they, and the hash of
-    all texts so far. Where the part begins, a document starts."""
-    first, skipped = file.begin
-    last, taken = file.end
-    texts = islice(enumerate(read_patiently(file)), max(number, first), last + (taken > 0))
-    for j, ((text, starts), sha256) in texts:
-        text = text[skipped if j == first else 0 : taken if j == last else None]
-        yield j, (text, starts or j == first), sha256
+def read_texts(
+    files: list[File], file: int = 0, number: int = 0
+) -> Iterator[tuple[int, int, Text]]:
+    """Yields each file's part from text `number` of a file on: the two numbers, the text.
+
+    Where a part begins, a document starts.
+    """
+    for i in range(file, len(files)):
+        first, skipped = files[i].begin
+        last, taken = files[i].end
+        texts = enumerate(read_patiently(files[i]))
+        for j, (text, starts) in islice(texts, max(number, first), last + (taken > 0)):
+            text = text[skipped if j == first else 0 : taken if j == last else None]
+            yield i, j, (text, starts or j == first)
+        number = 0
 
 
-def read_patiently(file: File) -> Iterator[tuple[Text, Any]]:
-    """Yields each text and, of a local file, the hash of all so far. Retries if the hub fails."""
-    sha256 = hashlib.sha256()
+def read_patiently(file: File) -> Iterator[Text]:
+    """Yields each text. Retries if the hub fails. Stamps a local file when it is first read."""
     number = 0
     with reading(file.name):
-        if file.local:
+        if file.local and not file.stamp:
             status = os.stat(file.name)
             file.stamp = (status.st_size, status.st_mtime_ns, hash_file(Path(file.name)))
         for wait in (*WAITS, None):
             try:
                 for text in islice(file.read(), number, None):
-                    if file.local:  # UTF-8 has no byte FF: it ends the text
-                        sha256.update(text[0].encode("utf-8", "surrogatepass") + b"\xff")
-                    yield text, sha256
+                    yield text
                     number += 1
                 return
             except Exception as error:

@@ -4,11 +4,13 @@ A new optimizer is a function here, its word in OPTIMIZERS, and the same word in
 memory.state_memory estimates what it holds.
 """
 
+from __future__ import annotations
+
 import logging
 import math
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.linalg import vector_norm
 from torch.optim import AdamW, Optimizer
 
-from support import GPT, World
+if TYPE_CHECKING:
+    from model import GPT
+    from support.distributed import World
 
 
 def adamw(model: GPT, embedding_lr: float = 1.0, **options: Any) -> list[Optimizer]:

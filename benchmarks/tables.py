@@ -1,0 +1,55 @@
+"""Records of benchmarks as Markdown tables."""
+
+COLUMNS = {  # of a table, where a row has them: heading and format
+    "name": ("", ""),
+    "median": ("", ",.1f"),
+    "ms": ("ms", ",.1f"),
+    "beside": ("base beside it", ",.1f"),
+    "ratio": ("× base", ""),
+    "MFU": ("MFU", ".1%"),
+    "memory_gb": ("peak GB", ".2f"),
+    "start_s": ("start s", ".1f"),
+    "loss": ("first loss", ".4f"),
+    "right": ("right", ".0f"),
+    "error": ("failed", ""),
+}
+
+
+def show_bound(bound: float) -> str:
+    """Two decimals, or more if they would hide on which side of 1 the bound is."""
+    digits = 2
+    while round(bound, digits) == 1 != bound:
+        digits += 1
+    return f"{bound:.{digits}f}"
+
+
+def describe_ratio(row: dict) -> str:
+    """How many times as fast as its base a row is, with the range, and what that shows."""
+    if "speedup" not in row:
+        return ""
+    speedup = f"{row['speedup']:.2f} ×"
+    low = row["speedup_low"]
+    high = row["speedup_high"]
+    if low == high:  # of one turn
+        return f"{speedup} (no range)"
+    verdict = "no difference shown"
+    if low > 1:
+        verdict = "faster"
+    if high < 1:
+        verdict = "slower"
+    return f"{speedup} ({show_bound(low)} to {show_bound(high)}): {verdict}"
+
+
+def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
+    """The rows as an aligned Markdown table with the columns that they have."""
+    shown = []
+    for key, (heading, spec) in columns.items():
+        heading = rows[0]["unit"] if key == "median" else heading
+        values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
+        cells = ["" if value is None else format(value, spec) for value in values]
+        if any(cells):
+            width = max(len(cell) for cell in [heading, *cells])
+            align = ">" if spec else "<"
+            column = [heading, "-" * width, *cells]
+            shown.append([f"{cell:{align}{width}}" for cell in column])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*shown, strict=True))
