@@ -25,24 +25,34 @@ if TYPE_CHECKING:
     from support.distributed import World
 
 
-def adamw(model: GPT, embedding_lr: float = 1.0, **options: Any) -> list[Optimizer]:
+def adamw(
+    model: GPT, embedding_lr: float = 1.0, dtype: Any = None, **options: Any
+) -> list[Optimizer]:
     """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas and one rate for all parameters."""
     return [adamw_of(model.parameters(), **options)]
 
 
 def muon(
-    model: GPT, learning_rate: float, weight_decay: float, embedding_lr: float = 1.0, **options: Any
+    model: GPT,
+    learning_rate: float,
+    weight_decay: float,
+    embedding_lr: float = 1.0,
+    dtype: torch.dtype = torch.bfloat16,
+    **options: Any,
 ) -> list[Optimizer]:
     """Muon (Jordan 2024) for the matrices inside the blocks, AdamW for the others.
 
     Its update is scaled to the size of AdamW's (Liu et al. 2025), so that one learning rate serves
-    both. embedding_lr multiplies it for the embeddings, which AdamW updates.
+    both. embedding_lr multiplies it for the embeddings, which AdamW updates. dtype: in which Muon
+    orthogonalizes.
     """
     matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     rest = adamw_of(others, learning_rate, weight_decay, **options)
     rest.param_groups[0]["lr_scale"] = embedding_lr
-    return [rest, Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")]
+    muon = Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+    muon.dtype = dtype
+    return [rest, muon]
 
 
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": adamw, "muon": muon}
@@ -68,6 +78,8 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[s
 class Muon(torch.optim.Muon):
     """PyTorch's Muon, but each process orthogonalizes only its share of the matrices."""
 
+    dtype = torch.bfloat16
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
@@ -81,12 +93,12 @@ class Muon(torch.optim.Muon):
                     p.add_(update, alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
-        """Nesterov's momentum, in the bfloat16 in which Muon computes."""
+        """Nesterov's momentum, in the dtype in which Muon orthogonalizes."""
         state = self.state[p]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(p.grad)
         state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-        return p.grad.lerp(state["momentum_buffer"], momentum).bfloat16()
+        return p.grad.lerp(state["momentum_buffer"], momentum).to(self.dtype)
 
 
 mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
@@ -113,7 +125,7 @@ def orthogonalize_all(directions: list, options: dict[str, Any]) -> Iterable[tor
 
 
 def orthogonalize(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """A bfloat16 matrix with nearly equal singular values: Muon's Newton-Schulz iteration.
+    """A matrix with nearly equal singular values: Muon's Newton-Schulz iteration.
 
     x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular value towards 1.
     """

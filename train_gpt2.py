@@ -163,7 +163,7 @@ def build_run(
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
     wrapped_model = sharding.wrap(model, world)
-    optimizers = build_optimizers(config, model)
+    optimizers = build_optimizers(config, model, world)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     with world.fail_together():
@@ -219,7 +219,9 @@ def build_train_loader(config: TrainConfig, world: World, B: int) -> DataLoaderL
     )
 
 
-def build_optimizers(config: TrainConfig, model: GPT) -> list[torch.optim.Optimizer]:
+def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torch.optim.Optimizer]:
+    # Muon takes bfloat16, which some CPUs emulate; the copies of all nodes must be equal
+    emulated = world.device.type == "cpu" and device.emulates_bfloat16()
     return model.configure_optimizers(
         config.optimizer,
         weight_decay=config.weight_decay,
@@ -227,6 +229,7 @@ def build_optimizers(config: TrainConfig, model: GPT) -> list[torch.optim.Optimi
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        dtype=torch.float32 if world.any(emulated) else torch.bfloat16,
     )
 
 

@@ -155,14 +155,25 @@ def sdpa_choice(device: torch.device, dtype: torch.dtype, T: int, n_head: int, h
 
 
 @lru_cache(maxsize=1)
+def emulates_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 far slower than float32: without AVX512, 100 times."""
+    return compare_matmuls(n=256, rounds=5) < 0.5
+
+
+@lru_cache(maxsize=1)
 def bfloat16_speed() -> float:
-    """The speed of bfloat16 matmuls on this CPU, relative to float32: the best of 15 each.
+    """The speed of bfloat16 matmuls on this CPU, relative to float32.
 
     CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, and others emulate it.
     """
+    return 0.0 if emulates_bfloat16() else compare_matmuls(n=1024, rounds=15)
+
+
+def compare_matmuls(n: int, rounds: int) -> float:
+    """How many times as fast as in float32 a CPU multiplies n × n matrices of bfloat16."""
     cpu = torch.device("cpu")
     pair = (torch.float32, torch.bfloat16)
-    seconds = [time_matmul(cpu, dtype, 1024) for dtype in 15 * pair]  # in turns
+    seconds = [time_matmul(cpu, dtype, n) for dtype in rounds * pair]  # in turns
     return min(seconds[::2]) / min(seconds[1::2])
 
 

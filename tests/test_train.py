@@ -50,7 +50,7 @@ from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
-from support.device import free_memory
+from support.device import bfloat16_speed, emulates_bfloat16, free_memory, pick_dtype
 from support.distributed import Interrupted, Stop, start_world
 from support.divergence import MOST_SKIPPED, why_stop
 from support.log import Log, open_log, open_tracker, read_run, records_before
@@ -197,6 +197,39 @@ def test_an_overflow_in_float16_skips_the_update_of_every_optimizer(tiny, name, 
     assert all(p.grad is None for p in tiny.parameters())
     step_on(tiny, optimizers, sequences, B=2, scaled=True)
     assert not any(torch.equal(p, before[name]) for name, p in tiny.named_parameters())
+
+
+@pytest.mark.parametrize("seconds, dtype, autocast", [
+    (100.0, torch.float32, torch.float32),  # emulated, as without AVX512
+    (1.4, torch.bfloat16, torch.float32),
+    (0.5, torch.bfloat16, torch.bfloat16),  # AMX
+])  # fmt: skip
+def test_muon_takes_float32_on_a_cpu_that_emulates_bfloat16(
+    tiny, monkeypatch, seconds, dtype, autocast
+):
+    """seconds: of a matmul in bfloat16; in float32 it takes one."""
+    sizes = set()
+
+    def time_matmul(_device, dtype, n):
+        sizes.add(n)
+        return seconds if dtype == torch.bfloat16 else 1.0
+
+    monkeypatch.setattr("support.device.time_matmul", time_matmul)
+    caches = (emulates_bfloat16, bfloat16_speed)
+    for cache in caches:
+        cache.cache_clear()
+    config = TrainConfig(optimizer="muon", weight_decay=0.0)
+    optimizers = train_gpt2.build_optimizers(config, tiny, WORLD)
+    assert optimizers[1].dtype == dtype
+    assert pick_dtype(torch.device("cpu"))[0] == autocast
+    assert (1024 in sizes) == (seconds < 2), "one that is emulated would take seconds"
+    for cache in caches:
+        cache.cache_clear()
+    before = tiny.transformer.h[0].mlp.c_fc.weight.clone()
+    step_on(tiny, optimizers, torch.randint(0, 50257, (2, 9)), B=2, lr=1.0)
+    values = torch.linalg.svdvals(tiny.transformer.h[0].mlp.c_fc.weight - before)
+    size = 0.2 * math.sqrt(128)  # Muon's, of a matrix of 128 × 32; its iteration is not exact
+    assert 0.6 * size < values.min() and values.max() < 1.3 * size
 
 
 @pytest.mark.parametrize("name, factor", [("adamw", 1), ("muon", 3)])
