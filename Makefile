@@ -26,7 +26,7 @@ setup:
 
 quickstart: setup
 	@$(PY) fineweb.py --source tinyshakespeare --vocab-size 1024 --data-dir data/tinyshakespeare
-	@$(PY) train_gpt2.py --preset quickstart --overwrite
+	@$(PY) train_gpt2.py --preset quickstart --resume auto
 
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .

@@ -51,7 +51,8 @@ class TrainConfig:
     max_steps: Count = 19073  # updates; 19073 of 0.5M tokens each make 10B tokens
     warmup_steps: CountOrZero = 715  # steps of linear warm-up; by default at most max_steps / 10
     learning_rate: Positive = 6e-4  # the peak
-    min_lr_frac: Amount = 0.1  # the last learning rate, as a fraction of the peak
+    # the last learning rate, as a fraction of the peak
+    min_lr_frac: Annotated[float, Range(0, 1)] = 0.1
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
     decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps in which it decays
     weight_decay: Amount = 0.1  # of matrices and embeddings
@@ -82,9 +83,10 @@ class TrainConfig:
     shuffle: bool = True  # in each epoch, reorder the sequences and shift where they start
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
-    # ddp: split the batch; zero1: also the optimizer state; fsdp: also weights and gradients
+    # ddp: split the batch; zero1: also optimizer state and, between updates, weights; fsdp: also
+    # weights and gradients within an update
     sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"
-    compile: bool = True  # torch.compile the training step, if there is a compiler
+    compile: bool = True  # torch.compile the blocks and the loss, if there is a compiler
     activation_checkpointing: bool = False  # recompute activations: less memory, more work
     deterministic: bool = False  # meant to make runs bit-identical on CUDA, but slower
     overfit_single_batch: bool = False  # train on the first batch only; its loss should go to zero
@@ -224,7 +226,28 @@ def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> N
 def check(config: TrainConfig, world_size: int) -> list[str]:
     """All problems of a configuration, a sentence each, before anything is allocated."""
     problems = out_of_range(config)  # the other checks divide by these values
-    return problems or wrong_places(config) + wrong_sizes(config, world_size)
+    wrong = wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
+    return problems or wrong
+
+
+NEEDS = {  # a typed flag has no effect unless another one has this value
+    "embedding_lr": ("optimizer", "muon"),
+    "decay_frac": ("decay", "wsd"),
+}
+
+
+def without_effect(c: TrainConfig) -> list[str]:
+    """Flags that would change nothing, although the user believes that they do."""
+    problems = []
+    for name, (other, value) in NEEDS.items():
+        if name in c.typed and getattr(c, other) != value:
+            flag = name.replace("_", "-")
+            problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
+    if c.save_best and not c.val_every:
+        problems.append("--save-best has no effect with --val-every 0")
+    if c.overwrite and c.resume == "auto":
+        problems.append("--overwrite starts over, and --resume auto goes on: choose one")
+    return problems
 
 
 def wrong_places(c: TrainConfig) -> list[str]:

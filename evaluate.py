@@ -39,7 +39,7 @@ class Evaluations:
 
     @cached_property
     def schedule(self) -> dict[str, tuple[int, Callable[[int], dict[str, Any]]]]:
-        """{stream in log.txt: (every how many steps, what makes it at a step)}."""
+        """{type of its record: (every how many steps, what makes it at a step)}."""
         config = self.config
         schedule: dict[str, tuple] = {}
         if self.val_loader:

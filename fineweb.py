@@ -80,11 +80,13 @@ class Config:
     # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
     # --vocab-size, 5% of a text without its own split are held out before it is tokenized
     tokenizer: str = ""
+    # text for validation, whole: sources as above; default: the beginning of --source, or its own
+    val_source: tuple[str, ...] = ()
     column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
     revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
     hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
-    overwrite: bool = False  # rebuild the shards in data_dir, even if they are complete
+    overwrite: bool = False  # rebuild the shards in data_dir if they are complete or do not match
     verify: bool = False  # only check all shards in data_dir against the manifest
 
 
@@ -93,9 +95,13 @@ class Config:
 COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what the manifest counts
 
 
-def tokenize(texts: list[Text]) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS."""
+def tokenize(texts: list[Text], is_held_out: bool = False) -> tuple[np.ndarray, dict[str, int]]:
+    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS.
+
+    Of text that is held out, nothing is cut out.
+    """
     tokenizer, benchmark = of_worker
+    benchmark = None if is_held_out else benchmark
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
     counts: Counter = Counter()
@@ -211,7 +217,7 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
         "cursor": {"file": 0, "text": 0, "token": 0},
     }
     if not (folder / MANIFEST).exists():
-        if others := sorted(folder.glob("*.npy")):
+        if others := sorted([*folder.glob("*.npy"), *folder.glob("*.bin")]):
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     manifest = read_manifest(folder)
@@ -224,7 +230,8 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
     all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
-    changes += find_changes(manifest["options"]["source"], manifest["files"], all_read)
+    sources = [*options.get("val_source", ()), *options["source"]]
+    changes += find_changes(sources, manifest["files"], all_read)
     if changes and not overwrite:
         raise UserError(
             f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
@@ -266,7 +273,8 @@ def verify_shards(folder: Path) -> str:
 # -- one start of the command
 
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
-NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": ""}  # not in manifests of GPT-2's tokens
+# not in older manifests, nor in those of GPT-2's tokens
+NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
 
 
 def make_shards(config: Config, folder: Path) -> str:
@@ -274,10 +282,9 @@ def make_shards(config: Config, folder: Path) -> str:
     from filelock import FileLock, Timeout
 
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
-    options = {
-        k: v for k, v in asdict(config).items() if k not in OTHER_FLAGS and NEWER.get(k) != v
-    }
-    options["source"] = list(config.source)  # as JSON has it
+    lists = dict(source=list(config.source), val_source=list(config.val_source))  # as JSON has them
+    flags = asdict(config) | lists
+    options = {k: v for k, v in flags.items() if k not in OTHER_FLAGS and NEWER.get(k) != v}
     if given:
         options["tokenizer"] = given.sha256
     new = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -295,8 +302,9 @@ def make_shards(config: Config, folder: Path) -> str:
                     most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
                     manifest["split"] = manifest.get("split") or find_split(files, most)
                     files = split(files, manifest["split"])
-                tokenizer = choose_tokenizer(config, folder, manifest, files, given)
-                write_shards(config, folder, manifest, files, tokenizer)
+                benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
+                tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
+                write_shards(config, folder, manifest, files, tokenizer, benchmark)
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     (folder / ".lock").unlink()
@@ -321,23 +329,27 @@ def describe_validation(manifest: dict, file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
     tokens = manifest["shards"][0]["tokens"]
     amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
-    if not file.local:
-        return f"{amount}, {file.held_out or 'its beginning'}"
-    advice = "to choose another text, name its file first in --source"
-    if not file.held_out:
-        advice += ", and its number of tokens with --val-tokens"
-    return f"the first {amount}, from {file.name}; {advice}"
+    where = file.held_out or "its beginning"
+    if file.local and where == "its beginning":
+        where += "; to choose another text: --val-source FILE"
+    return f"{amount}, {where}"
 
 
 def choose_tokenizer(
-    config: Config, folder: Path, manifest: dict, files: list[File], given: Tokenizer | None
+    config: Config,
+    folder: Path,
+    manifest: dict,
+    files: list[File],
+    given: Tokenizer | None,
+    benchmark: Benchmark | None,
 ) -> Tokenizer:
     """The vocabulary: the folder's if it has shards, the one that is given, a new one, GPT-2's."""
     if manifest["shards"]:
         return tokenizer_of_data(folder)
     tokenizer = given or read_tokenizer("gpt2")
     if config.vocab_size:
-        tokenizer = train_vocabulary(read_for_vocabulary(files), config.vocab_size)
+        texts = read_for_vocabulary(files, benchmark)
+        tokenizer = train_vocabulary(texts, config.vocab_size)
         if tokenizer.vocab_size < config.vocab_size:
             fewer = f"{tokenizer.vocab_size:,} tokens, not {config.vocab_size:,}"
             print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
@@ -347,13 +359,18 @@ def choose_tokenizer(
 
 
 def write_shards(
-    config: Config, folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer
+    config: Config,
+    folder: Path,
+    manifest: dict,
+    files: list[File],
+    tokenizer: Tokenizer,
+    benchmark: Benchmark | None,
 ) -> None:
     """Writes the shards that are missing, each while the next one is filled."""
     from tqdm import tqdm
 
-    benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     begin = manifest["cursor"]
+    held_out = sum(bool(file.held_out) for file in files)
     for name in (f"{glob.escape(config.name)}_*.npy", MANIFEST, FILE):
         for path in folder.glob(f".{name}.*.tmp"):
             path.unlink()  # a killed process left it
@@ -372,11 +389,11 @@ def write_shards(
     with bar, ThreadPoolExecutor(1) as writer:
         # each of these steps is lazy: it works when the next one asks
         texts = read_batches(files, begin["file"], begin["text"])
-        batches = map_ahead(pool, tokenize, texts, ahead=2 * config.workers + 1)
+        work = ((place, (batch, place.file < held_out)) for place, batch in texts)
+        batches = map_ahead(pool, tokenize, work, ahead=2 * config.workers + 1)
         stream = stream_tokens(batches, limit, counts, bar)
         size = config.shard_size
         if not manifest["shards"]:
-            held_out = sum(bool(file.held_out) for file in files)
             size, stream = hold_out(stream, size, config.val_tokens, held_out, tokenizer.eot)
         saving = writer.submit(lambda: None)  # never two at a time: shards are large
         for shard in pack(stream, config.shard_size, first=size, done=begin["token"]):
@@ -444,11 +461,14 @@ def check_flags(config: Config) -> None:
         )
     if 0 < config.vocab_size <= 256 or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
-    own_split = config.vocab_size or config.tokenizer or "tinyshakespeare" in config.source
-    if config.val_tokens and own_split:
+    own_split = {"python", "tinyshakespeare"} & {*config.source}
+    if config.val_source and own_split:
+        raise UsageError(f"--val-source: {' and '.join(own_split)} has text for validation already")
+    splits_text = config.vocab_size or config.tokenizer or config.val_source or own_split
+    if config.val_tokens and splits_text:
         raise UsageError(
-            "--val-tokens: leave it out, because --vocab-size, --tokenizer and tinyshakespeare "
-            "split the text before there are tokens"
+            "--val-tokens: leave it out, because --vocab-size, --tokenizer, --val-source and "
+            "tinyshakespeare split the text before there are tokens"
         )
 
 

@@ -28,7 +28,7 @@ from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
 
-# Marks a field that does not change what the model computes: a resumed run may change it.
+# Marks a field that changes no evaluation: a resumed run may change it.
 SAME_MATH = {"same_math": True}
 
 
@@ -236,7 +236,7 @@ class GPT(nn.Module):
         so their std is divided by √(2·n_layer) (GPT-2 paper, section 2.3). nanoGPT does the same.
         """
         for name, p in self.named_parameters():
-            p.zero_()  # biases, and the padding's rows: their gradient is zero, so they stay zero
+            p.zero_()  # biases, and the padding's rows, which stay zero: they have no gradient
             if p.dim() >= 2:
                 depth = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
                 self.without_padding(name, p).normal_(0.0, 0.02 / math.sqrt(depth))
@@ -268,7 +268,7 @@ class GPT(nn.Module):
         return self.blocks(self.embed(idx, pos), mask)
 
     def embed(self, idx: Tensor, pos: Tensor) -> Tensor:
-        """idx, pos (B, T) -> (B, T, C). It is not compiled: compile.compile_blocks says why."""
+        """idx (B, T), pos (B, T) or (T,) -> (B, T, C). Not compiled: compile_blocks says why."""
         return self.transformer.wte(idx) + self.transformer.wpe(pos)
 
     def blocks(

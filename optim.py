@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 def adamw(
     model: GPT, embedding_lr: float = 1.0, dtype: Any = None, **options: Any
 ) -> list[Optimizer]:
-    """AdamW (Loshchilov & Hutter 2019) with GPT-3's betas and one rate for all parameters."""
+    """AdamW (Loshchilov & Hutter 2019), one rate for all. embedding_lr and dtype are Muon's."""
     return [adamw_of(model.parameters(), **options)]
 
 
@@ -46,13 +46,21 @@ def muon(
     both. embedding_lr multiplies it for the embeddings, which AdamW updates. dtype: in which Muon
     orthogonalizes.
     """
-    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2]
-    others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
-    rest = adamw_of(others, learning_rate, weight_decay, **options)
-    rest.param_groups[0]["lr_scale"] = embedding_lr
-    muon = Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
-    muon.dtype = dtype
-    return [rest, muon]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    inside = {p for p in model.transformer.h.parameters() if p.dim() == 2}
+    matrices = [p for p in trained if p in inside]
+    others = [p for p in trained if p not in inside]
+    optimizers: list[Optimizer] = []
+    if others:
+        rest = adamw_of(others, learning_rate, weight_decay, **options)
+        for group in rest.param_groups:
+            group["lr_scale"] = embedding_lr if group["params"][0].dim() >= 2 else 1.0
+        optimizers.append(rest)
+    if matrices:
+        muon = Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+        muon.dtype = dtype
+        optimizers.append(muon)
+    return optimizers
 
 
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": adamw, "muon": muon}
@@ -68,11 +76,15 @@ def adamw_of(
 
 
 def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not."""
-    return [
+    """AdamW's two groups: matrices and embeddings decay, biases and layer norms do not.
+
+    An empty group is left out, because PyTorch cannot load its state.
+    """
+    groups: list[dict[str, Any]] = [
         dict(params=[p for p in params if p.dim() >= 2], weight_decay=weight_decay),
         dict(params=[p for p in params if p.dim() < 2], weight_decay=0.0),
     ]
+    return [group for group in groups if group["params"]]
 
 
 class Muon(torch.optim.Muon):
@@ -90,6 +102,7 @@ class Muon(torch.optim.Muon):
                 updates = orthogonalize_all(directions, group)
                 for p, update in zip(matrices, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
+                    # torch.optim's match_rms_adamw, the only one used here
                     p.add_(update, alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
@@ -105,7 +118,7 @@ mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
 def orthogonalize_all(directions: list, options: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """Orthogonalizes matrices of one shape, each on one process, and shards them as they were.
+    """Orthogonalizes matrices of one shape, each on one process of a node; shards them as before.
 
     Products of sharded matrices would need a collective in each iteration, and round differently;
     so may those of several matrices at once. Under ddp, the processes exchange only results.

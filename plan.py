@@ -66,6 +66,10 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     problems = out_of_range(config)
     if config.gpu not in GPUS:
         problems.append(f"--gpu {config.gpu!r} is not known: use {', '.join(GPUS)}")
+    speeds = {"mfu", "record", "tokens_per_second"} & config.typed
+    if len(speeds) > 1:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(speeds))
+        problems.append(f"{flags} each set the speed: choose one")
     if config.eval_only:
         problems.append("--eval-only trains nothing: leave it out to plan a training run")
     problems = problems or wrong_sizes(config, config.gpus)

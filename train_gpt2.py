@@ -276,7 +276,7 @@ def is_due(step: int, every: int, config: TrainConfig) -> bool:
     return every > 0 and (step % every == 0 or step == config.max_steps)
 
 
-def evaluate_due(run: Run) -> bool:
+def evaluate_if_due(run: Run) -> bool:
     """Makes and records the evaluations that are due, if any. They do not affect training."""
     progress = run.progress
     progress.best_now = None
@@ -327,7 +327,7 @@ def loop(run: Run) -> None:
     progress = run.progress
     start = time.perf_counter()
     while True:
-        if not progress.evaluated and evaluate_due(run):
+        if not progress.evaluated and evaluate_if_due(run):
             start = time.perf_counter()  # an update's time leaves out evaluations and saves only
         progress.evaluated = True
         run.stop.read_vote()

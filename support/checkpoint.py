@@ -1,4 +1,4 @@
-"""A checkpoint: a complete Hugging Face model, with `training_state.pt` beside the weights.
+"""A checkpoint: a model directory as Hugging Face has it, and `training_state.pt` beside it.
 
 It is renamed to ckpt_* when everything is on the disk. `checksums.json` has the SHA-256 of its
 files, to detect later damage. Resume renames what it does not use: damaged_ckpt_…, abandoned_ckpt_…
@@ -109,10 +109,11 @@ class Writer:
         final = path_of(self.log_dir, state["step"])
         weights: dict = state_dict.get_model_state_dict(model, options=FULL)
         moments: dict = {"state": {}}
-        if all(optimizer.state for optimizer in optimizers):  # else PyTorch makes a first step
+        if all(optimizer.state for optimizer in optimizers):  # else PyTorch would make an update
             moments = state_dict.get_optimizer_state_dict(model, optimizers, options=FULL)
-        work = partial(Path, final)
-        if world.is_main:  # a tied weight has one name; FSDP swaps parameters in the next update
+        work = partial(Path, final)  # the other ranks have nothing to write
+        if world.is_main:
+            # a tied weight has one name; its parameter is another one in FSDP's next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
             moments = resize_states(moments, model.without_padding)
             state = {**state, "version": VERSION, "optimizer": moments}
@@ -281,7 +282,7 @@ def set_aside(path: Path, state: str) -> None:
 
 
 def prune(log_dir: str | Path, keep: int, best: int | None = None) -> None:
-    """Removes all checkpoints but the `keep` newest and that of step `best`. keep 0: none."""
+    """Keeps the `keep` newest checkpoints and that of step `best`; with keep 0, all of them."""
     for path in checkpoints(log_dir)[:-keep]:
         if step_of(path) != best:
             remove(path)

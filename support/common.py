@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 
 class UserError(ValueError):
@@ -144,7 +144,13 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     import tyro
 
     config: Any = tyro.cli(config_class, args=args)
-    if problems := out_of_range(config):
+    problems = out_of_range(config)
+    for name, kind in get_type_hints(config_class, include_extras=True).items():
+        flag = f"--{name.replace('_', '-')}"
+        typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
+        if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
+            problems.append(f"{flag} is given twice: name all after one {flag}")
+    if problems:
         raise UsageError(*problems)
     return config
 

@@ -97,9 +97,9 @@ def seed_everything(seed: int, step: int, rank: int) -> None:
 
 
 def prepare_device(name: str, deterministic: bool) -> None:
-    """Configures memory, TF32 and determinism for training, before World makes NCCL's group."""
+    """Configures memory, TF32 and determinism for training. Call it before start_world."""
     keep_freed_memory(pick_device(name))
-    torch.set_float32_matmul_precision("high")  # TF32 on CUDA; on a CPU it changes nothing
+    torch.set_float32_matmul_precision("high")  # TF32 on CUDA
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS needs it
         os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink's switches add in any order

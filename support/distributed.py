@@ -1,6 +1,6 @@
 """Who this process is, and what the processes tell each other. One process tells nothing.
 
-Only this file reads torchrun's variables and touches the process group of `torch.distributed`.
+Only this file reads torchrun's variables, and makes and ends the process group.
 """
 
 from __future__ import annotations
@@ -25,29 +25,38 @@ T = TypeVar("T")
 
 def under_torchrun() -> bool:
     """Whether torchrun started this process beside others."""
-    return read_variable("WORLD_SIZE", 1) > 1
+    return os.environ.get("WORLD_SIZE", "") not in ("", "1")
 
 
-def read_variable(name: str, alone: int) -> int:
-    """A number that torchrun gives its processes; `alone` without torchrun."""
-    return int(os.environ.get(name, alone))
+# what torchrun gives each of its processes
+NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+VARIABLES = (*NUMBERS, "MASTER_ADDR", "MASTER_PORT")
 
 
 def start_world(device: str = "auto") -> World:
-    """Joins the processes that torchrun started, each with its own device: see claim_device."""
-    size = read_variable("WORLD_SIZE", 1)
-    local_rank = read_variable("LOCAL_RANK", 0)
-    local_size = read_variable("LOCAL_WORLD_SIZE", 1)
+    """Joins the processes that torchrun started, each with its own device: see claim_device.
+
+    Raises UserError if only some of torchrun's variables are set, as by a cluster or a shell.
+    """
+    given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    if not under_torchrun() and given.get("RANK", "0") == "0":
+        return World(claim_device(device, 0, 1))
+    missing = [name for name in VARIABLES if name not in given]
+    wrong = [f"{name} is {given[name]!r}" for name in NUMBERS if not given.get(name, "0").isdigit()]
+    if missing or wrong:
+        wrong += [f"{name} is not set" for name in missing]
+        values = " ".join(f"{name}={value}" for name, value in given.items())
+        raise UserError(f"{values}, but {', '.join(wrong)}: start with torchrun, or unset them all")
+    rank, size, local_rank, local_size = (int(given[name]) for name in NUMBERS)
     world = World(
         device=claim_device(device, local_rank, local_size),
-        rank=read_variable("RANK", 0),
+        rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         shard_group_size=local_size if local_size > 1 else size,
     )
-    if world.size > 1:
-        join(world)
+    join(world)
     return world
 
 
@@ -180,7 +189,7 @@ class Interrupted(UserError):
 
 
 class Stop:
-    """Ends a run on all processes at the same point, by Interrupted.
+    """Ends a run on all processes at the same point, by Interrupted, or has all save a checkpoint.
 
     `start_vote` begins to add up what the processes want, and `read_vote` waits for the sums; GPUs
     compute in between. `vote` does both. After `listen`, SIGTERM and SIGINT ask for an end. A

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from support.common import UserError, first_line
 from support.distributed import World
-from support.sharding import is_sharded
+from support.sharding import is_sharded, local_weights
 
 MOST_SKIPPED = 50  # updates in a row: the model has stopped learning
 
@@ -51,22 +51,17 @@ def refuse_other_copies(model: nn.Module, world: World, again: str) -> None:
     odd = [f"rank {i}: {n}" for i, n in enumerate(copies.flatten()) if not equal[i % shards]]
     if odd:
         raise UserError(
-            f"the processes hold different weights (sums of their bits: {', '.join(odd)}): a GPU "
-            "or a connection has made an error, so nothing is saved; go back to the last good "
-            f"checkpoint with: {again}"
+            f"the processes hold different weights (sums of their bits: {', '.join(odd)}), so "
+            f"nothing is saved; go back to the last good checkpoint with: {again}"
         )
-
-
-def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What this process holds of each parameter."""
-    return {name: getattr(p.data, "_local_tensor", p.data) for name, p in model.named_parameters()}
 
 
 @contextmanager
 def naming_operations(model: nn.Module) -> Iterator[None]:
     """Inside, the first result that is not finite raises a UserError with its operation's name.
 
-    In the forward pass that is a module, in the backward pass a function of autograd.
+    In the forward pass that is a module. In the backward pass, where only a NaN is seen, it is a
+    function of autograd.
     """
     names = {module: name for name, module in model.named_modules()}
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -40,7 +42,16 @@ OPENAI = dict(
     scale_attn_weights=True,
     scale_attn_by_inverse_layer_idx=False,
     tie_word_embeddings=True,
+    add_cross_attention=False,
+    pruned_heads={},
+    quantization_config=None,
 )
+# Settings of transformers' GPT2Config that change neither the logits nor the tokens.
+HARMLESS = {
+    *("architectures", "bos_token_id", "dtype", "gradient_checkpointing", "initializer_range"),
+    *("n_ctx", "reorder_and_upcast_attn", "torch_dtype", "transformers_version", "use_cache"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "task_specific_params", "pad_token_id"),
+}
 
 
 class Pretrained(NamedTuple):
@@ -74,8 +85,8 @@ def read_model(name: str | Path) -> Pretrained:
             weights = load_file(path / "model.safetensors")
         else:
             weights = torch.load(path / "pytorch_model.bin", "cpu", weights_only=True)
-    if fingerprint is None:
-        weights = gpt2_weights(weights)
+        if fingerprint is None:
+            weights = gpt2_weights(weights)
     return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
 
 
@@ -97,23 +108,48 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             loss = theirs.get("loss", float("nan"))  # older files lack it
             fingerprint = Fingerprint(theirs["difference"], theirs["fingerprint"], loss)
             return theirs["gpt_config"], fingerprint
-        for key, value in OPENAI.items():
+        shape = {key: theirs[key] for key in (*SHAPE, "n_positions")}
+        n_inner = theirs.get("n_inner") and 4 * theirs["n_embd"]  # null means that, too
+        eot = tokenizer_in(directory).eot
+        expected = OPENAI | shape | dict(n_inner=n_inner, eos_token_id=eot)
+        for key, value in expected.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
+        name_unused(path, *sorted(theirs.keys() - expected.keys() - HARMLESS))
         return {key: theirs[key] for key in SHAPE} | {"block_size": theirs["n_positions"]}, None
+
+
+@cache  # says it once
+def name_unused(path: Path, *settings: str) -> None:
+    names = [name for name in settings if not name.startswith(("_", "summary_"))]
+    if names:
+        print(f"{path}: settings that are not used here: {', '.join(names)}", file=sys.stderr)
 
 
 def gpt2_weights(weights: Weights) -> Weights:
     """Only the parameters, by GPT-2's names.
 
     On the hub some names lack their prefix; torch.compile and DDP add theirs. Older files also
-    hold masks, and the tied head.
+    hold masks, and the tied head. Raises UserError if these are not what this code computes with.
     """
-    return {
+    kept = {
         re.sub(r"^(_orig_mod\.|module\.|transformer\.)*", "transformer.", name): w
         for name, w in weights.items()
-        if not name.endswith((".attn.bias", ".attn.masked_bias", HEAD))
     }
+    for name, w in list(kept.items()):
+        if name.endswith(HEAD):
+            is_redundant = torch.equal(w, kept[EMBEDDING])
+        elif name.endswith(".attn.masked_bias"):  # the score of a token that must not be seen
+            is_redundant = w.numel() == 1 and w.item() <= -1e4
+        elif name.endswith(".attn.bias"):  # a token sees itself and earlier ones
+            mask = w.squeeze().bool()
+            is_redundant = torch.equal(mask, torch.ones_like(mask).tril())
+        else:
+            continue
+        if not is_redundant:
+            raise UserError(f"{name} is not as in GPT-2: this code would compute without it")
+        del kept[name]
+    return kept
 
 
 def read_pt(path: Path) -> Pretrained:
@@ -234,7 +270,8 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
-    (directory / FILE).write_bytes(model.tokenizer.json.encode())
+    for name, data in model.tokenizer.files.items():
+        (directory / name).write_bytes(data)
     files = json_files(asdict(model.config), model.tokenizer, model.fingerprint)
     for name, content in files.items():
         (directory / name).write_text(json.dumps(content, indent=2))
@@ -275,6 +312,8 @@ def json_files(
             # of GPT2Tokenizer, transformers 5 takes some of the file only, and gives other tokens
             tokenizer_class="GPT2Tokenizer" if tokenizer is gpt2() else "PreTrainedTokenizerFast",
             model_max_length=T,
+            # without it, transformers 4 gives token_type_ids, to which a GPT-2 adds embeddings
+            model_input_names=["input_ids", "attention_mask"],
             add_prefix_space=False,
             **dict.fromkeys(("bos_token", "eos_token", "unk_token"), END),
         ),

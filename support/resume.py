@@ -112,9 +112,9 @@ def candidates_for(config: TrainConfig) -> list[Path]:
         starts = starts_of(records_of(config))
         elsewhere = starts[-1].get("resumed_from") if starts else None
         return own or ([Path(elsewhere)] if elsewhere else [])
-    whole = Path(config.resume).resolve()
-    is_below = whole.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
-    return [Path(config.log_dir, whole.name) if is_below else Path(config.resume)]
+    path = Path(config.resume).resolve()
+    is_below = path.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
+    return [Path(config.log_dir, path.name) if is_below else Path(config.resume)]
 
 
 def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
@@ -222,7 +222,7 @@ def restore(
     if resumed_from is None:
         return Progress()
     state = resumed_from.state
-    # popped, because the run keeps its checkpoint, and these states are as large as the weights
+    # popped, because the run keeps its checkpoint, and these states are larger than the weights
     checkpoint.load_optimizers(model, optimizers, state.pop("optimizer"))
     if state["scaler"]:
         scaler.load_state_dict(state["scaler"])

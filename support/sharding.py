@@ -1,13 +1,15 @@
 """What the processes divide besides the batch, and what that does to a model.
 
 ddp     nothing: the backward pass averages the gradients of all processes
-zero1   the optimizer's state. All weights are gathered in an update's first forward pass, and
-        gradients are summed in its last backward pass: it has ddp's traffic
+zero1   the optimizer's state, and the weights between updates. All weights are gathered in an
+        update's first forward pass, and gradients are summed in its last backward pass: it has
+        ddp's traffic
 fsdp    weights and gradients, too. A block's weights are gathered when its turn comes, and its
         gradients are summed in each micro-step
 
 zero1 and fsdp are FSDP2 (Zhao et al. 2023). On several nodes, the processes of each node share one
-copy, so that only sums cross the network. One process shards nothing.
+copy, so that only sums cross the network; nodes of one process each share one. One process shards
+nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +36,11 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def local_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What this process holds of each parameter."""
+    return {name: getattr(p.data, "_local_tensor", p.data) for name, p in model.named_parameters()}
+
+
 def fsdp_units(model: GPT) -> list[Any]:
     """What FSDP2 gathers at a time: each block, and the rest of the model."""
     return [*model.transformer.h, model]
@@ -55,6 +62,9 @@ def shard(model: GPT, world: World, sharding: str) -> None:
         limit_nccl(group, world.device)
     for unit in fsdp_units(model):
         fully_shard(unit, mesh=mesh)
+    if copies > 1:  # unlike DDP, fully_shard leaves each node what it drew: by CPU, draws differ
+        for shard in local_weights(model).values():
+            torch.distributed.broadcast(shard, group=mesh.get_group("copies"), group_src=0)
     # the first forward finishes the set-up, and must be of the whole model
     x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     with torch.no_grad():
@@ -71,7 +81,7 @@ def reshard(model: GPT, sharding: str) -> None:
 
 @contextmanager
 def unsharded(model: GPT, sharding: str) -> Iterator[None]:
-    """For evaluation: inside, each process holds all weights, and calls the model once or more."""
+    """For evaluation: inside, each process holds all weights."""
     units = fsdp_units(model) if is_sharded(model) else []
     for unit in units:
         unit.set_reshard_after_forward(False, recurse=False)

@@ -90,7 +90,8 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
     """All files, each once. A dataset has its commit in `commits`; new ones are added there."""
     unique: dict[str | File, File] = {}
     files: Iterable[File]
-    for source in options["source"]:
+    held_out = options.get("val_source", ())  # before all others: a file of both is held out
+    for source in (*held_out, *options["source"]):
         name = HUB.get(source, source)
         with reading(name):
             if name.startswith("hub:"):
@@ -109,6 +110,8 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
             else:
                 files = find_local(source, options["column"])
             for file in files:
+                if source in held_out:
+                    file.held_out = "what --val-source names"
                 unique.setdefault(os.path.realpath(file.name) if file.local else file, file)
                 commits[source] = file.commit
     return sorted(unique.values(), key=lambda file: not file.held_out)
@@ -231,8 +234,8 @@ def find_split(files: list[File], most: float) -> list[int]:
     """Where training begins: the number of the file, of the text in it, and of its character.
 
     What comes before is for validation: 5% of the bytes, at most MOST_HELD_OUT. It is documents as
-    a whole; but one that is over twice as much is cut, at the end of a line. most: where a long
-    source counts as ended, in bytes.
+    a whole; but one that is over twice as much is cut, at the end of a line or at a space if one is
+    near. most: where a long source counts as ended, in bytes.
     """
     size = 0
     first: list[tuple] = []  # texts: the bytes before each, its place, it, is it a start
@@ -244,14 +247,28 @@ def find_split(files: list[File], most: float) -> list[int]:
             break
     if not size:
         raise UserError("there is no text: nothing is left to train on")
-    wanted = max(1, size // 20)
+    wanted = max(1, int(min(size, most, 20 * MOST_HELD_OUT)) // 20)
     for before, i, j, _, starts in first:
         if starts and wanted <= before <= 2 * wanted:
             return [i, j, 0]
     before, i, j, text, _ = [place for place in first if place[0] < wanted][-1]
-    at = len(text.encode("utf-8", "surrogatepass")[: wanted - before].decode("utf-8", "ignore"))
-    ends = [text.rfind("\n", 0, at) + 1, text.find("\n", at, -1) + 1]  # 0: there is none
-    return [i, j, min(filter(None, ends), key=lambda end: abs(end - at), default=at)]
+    data = text.encode("utf-8", "surrogatepass")[: wanted - before]
+    at = max(1, len(data.decode("utf-8", "ignore")))
+    return [i, j, cut_near(text, at, most=wanted // 10)]
+
+
+def cut_near(text: str, at: int, most: int) -> int:
+    """Where to cut a text at about character `at`: at most so many before or behind it.
+
+    After the end of a line, else after a space, else there. The pieces have at least a character.
+    """
+    first = max(1, at - most)
+    last = min(len(text) - 1, at + most)
+    for sign in ("\n", " "):
+        ends = [text.rfind(sign, first - 1, at) + 1, text.find(sign, at, last) + 1]
+        if near := [end for end in ends if first <= end <= last]:
+            return min(near, key=lambda end: abs(end - at))
+    return at
 
 
 def split(files: list[File], place: list[int]) -> list[File]:
@@ -264,17 +281,19 @@ def split(files: list[File], place: list[int]) -> list[File]:
     return [replace(file, held_out="its beginning") for file in before] + rest
 
 
-def read_for_vocabulary(files: list[File]) -> Iterator[str]:
+def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Iterator[str]:
     """Yields the first VOCABULARY_TEXT bytes of training text, or those with DISTINCT_WORDS.
 
-    Training a vocabulary takes 100 bytes of memory for each byte of all different words. Without
-    spaces, as in Japanese, nearly every clause is another word.
+    What the benchmark has, too, is left out. Training a vocabulary takes 100 bytes of memory for
+    each byte of all different words. Without spaces, as in Japanese, nearly every clause is
+    another word.
     """
     size = 0
     distinct = 0
     words: set[str] = set()
     for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
-        yield text
+        spans, _ = cut_out(text, benchmark.find(text) if benchmark else [])
+        yield from (text[start:end] for start, end in spans)
         size += num_bytes(text)
         new = set(WORD.findall(text)) - words
         words |= new

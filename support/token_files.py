@@ -77,18 +77,22 @@ def find_tokens(path: Path) -> tuple[int, int]:
 
 
 def find_shards(data_dir: Path, split: str) -> list[Shard]:
-    """The shards of a split (train or val), in the order of their names. Raises UserError if there
-    are none, if one is damaged, or if fineweb.py has not made them all."""
+    """The shards of a split (train or val), in the order of their names.
+
+    A manifest of fineweb.py's says which they are. Without one, their names do. Raises UserError if
+    there are none, if one is damaged, or if fineweb.py has not made them all.
+    """
     try:
         manifest = json.loads((data_dir / "manifest.json").read_bytes())
-        names = [shard["name"] for shard in manifest["shards"]]
-        complete = not manifest["cursor"] and all((data_dir / name).exists() for name in names)
-    except (OSError, ValueError, KeyError, TypeError):
-        complete = True  # no manifest of fineweb.py's says otherwise
+        ours = {shard["name"]: shard["split"] for shard in manifest["shards"]}
+        complete = not manifest["cursor"] and all((data_dir / name).exists() for name in ours)
+        paths = [data_dir / name for name in sorted(ours) if ours[name] == split]
+    except (OSError, ValueError, KeyError, TypeError):  # no manifest of fineweb.py's
+        complete = True
+        pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
+        paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
     if not complete:  # a run that took what is there could not be resumed with all
         raise UserError(f"{data_dir} is not complete; the same fineweb.py command finishes it")
-    pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
-    paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
     if not paths:
         raise UserError(
             f"no {split} shards in {data_dir} (files like *_{split}_000000.npy): "

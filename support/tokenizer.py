@@ -65,6 +65,17 @@ class Tokenizer:
         return f"{self.vocab_size:,} tokens ({name})"
 
     @cached_property
+    def files(self) -> dict[str, bytes]:
+        """tokenizer.json, and the two files that transformers 4's GPT2Tokenizer reads instead."""
+        model = json.loads(self.json)["model"]
+        merges = "".join(f"{merge}\n" for merge in model["merges"])
+        return {
+            FILE: self.json.encode(),
+            "vocab.json": json.dumps(model["vocab"], ensure_ascii=False).encode(),
+            "merges.txt": f"#version: 0.2\n{merges}".encode(),
+        }
+
+    @cached_property
     def encoding(self) -> Any:
         """tiktoken's Encoding. Its `encode_ordinary` fails for some texts: see `encode`."""
         import tiktoken
@@ -125,7 +136,10 @@ def from_merges(vocabulary: dict[str, int], merges: list) -> Tokenizer:
     theirs.post_processor = processors.ByteLevel(trim_offsets=False)
     theirs.add_special_tokens([END])
     ranks = {bytes(BYTES[c] for c in word): rank for rank, word in enumerate(words)}
-    return Tokenizer(ranks, theirs.to_str())
+    parts = json.loads(theirs.to_str())
+    # as strings, because tokenizers before 0.20 (of transformers 4.40) read no pairs
+    parts["model"]["merges"] = [f"{first} {second}" for first, second in merges]
+    return Tokenizer(ranks, json.dumps(parts, ensure_ascii=False, separators=(",", ":")))
 
 
 def replace_surrogates(text: str) -> str:

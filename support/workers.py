@@ -34,14 +34,14 @@ def end_with_parent() -> None:
 
 
 def map_ahead(pool: ProcessPoolExecutor, work: Callable, items: Iterator, ahead: int) -> Iterator:
-    """Yields (key, work(value)) for each (key, value) of the items, in order.
+    """Yields (key, work(*arguments)) for each (key, arguments) of the items, in order.
 
     Meanwhile a thread takes up to `ahead` more items. If that fails, the results of earlier items
     are still yielded, then the error is raised. Raises BrokenProcessPool if a worker was killed.
     """
     taker = ThreadPoolExecutor(1)
     workers = set(multiprocessing.active_children())
-    tasks = ((key, pool.submit(work, value)) for key, value in items)
+    tasks = ((key, pool.submit(work, *arguments)) for key, arguments in items)
     started = deque(taker.submit(next, tasks, None) for _ in range(ahead))
     while task := started.popleft().result():
         started.append(taker.submit(next, tasks, None))

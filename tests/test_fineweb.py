@@ -537,7 +537,7 @@ def work(value):
 if __name__ == "__main__":
     multiprocessing.set_start_method("fork")
     pool = start_pool(2, id, None)
-    run_and_exit(lambda args: list(map_ahead(pool, work, iter([("key", "value")]), ahead=3)))
+    run_and_exit(lambda args: list(map_ahead(pool, work, iter([("key", ("value",))]), ahead=3)))
 """
 
 
@@ -962,10 +962,9 @@ def test_the_last_words_say_which_text_is_for_validation_and_how_to_choose_anoth
     mine.write_text(" a" * 2000)
     other.write_text(" b" * 300)
     made = make(tmp_path / "one", mine, shard_size=10_000)
-    assert f"for validation: the first 100 tokens, 5.0% of the text, from {mine}; to " in made
-    assert "name its file first in --source, and its number of tokens with --val-tokens" in made
+    assert "for validation: 100 tokens, 5.0% of the text, its beginning; to choose another" in made
     made = make(tmp_path / "two", other, mine, shard_size=10_000, val_tokens=301)
-    assert f"the first 301 tokens, 13.1% of the text, from {other}" in made
+    assert "for validation: 301 tokens, 13.1% of the text, its beginning; to choose" in made
     assert texts_in(np.load(tmp_path / "two" / "x_val_000000.npy")) == [" b" * 300]
 
 

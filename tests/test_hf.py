@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EOT, random_model, run_program, train
+from conftest import EOT, random_model, run_program, run_script, train
 from safetensors.torch import load_file, save_file
 
 import model
@@ -66,6 +66,68 @@ def test_weights_as_on_the_hub_load_without_the_prefix_with_masks_and_as_a_pickl
     file.unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin", **old)  # before PyTorch 1.6, and since
     assert same_weights(GPT.from_pretrained(tmp_path), ours)
+
+
+MASK = "transformer.h.1.attn.bias"
+
+
+@pytest.mark.parametrize("name, change, sentence", [
+    ("lm_head.weight", lambda w: w + 1e-3 * torch.randn_like(w), "lm_head.weight is not as in"),
+    ("lm_head.weight", lambda w: w.clone(), ""),  # the embedding once more
+    (MASK, lambda _: torch.ones(1, 1, 24, 24).tril(), ""),
+    (MASK, lambda _: torch.ones(1, 1, 24, 24).tril().triu(-7), f"{MASK} is not as in"),  # local
+    (MASK, lambda _: torch.ones(1, 1, 24, 24), f"{MASK} is not as in GPT-2"),  # sees the future
+    ("transformer.h.0.attn.masked_bias", lambda _: torch.tensor(-2.0), "masked_bias is not as in"),
+    ("transformer.h.0.attn.rotary.inv_freq", lambda _: torch.ones(4), "inv_freq"),
+    ("score.weight", lambda _: torch.ones(2, 16), "score.weight"),  # a classifier's
+])  # fmt: skip
+def test_a_tensor_is_used_or_redundant_or_refused(tmp_path, name, change, sentence):
+    ours = random_model()
+    ours.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights[name] = change(weights["transformer.wte.weight"])
+    save_file(weights, tmp_path / "model.safetensors")
+    if not sentence:
+        assert same_weights(GPT.from_pretrained(tmp_path), ours)
+        return
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("settings, sentence", [
+    (dict(n_inner=32), "n_inner is 32, and OpenAI's GPT-2 has 64"),
+    (dict(n_inner=64), ""),
+    (dict(n_inner=None), ""),
+    (dict(add_cross_attention=True), "add_cross_attention is True"),
+    (dict(pruned_heads={"0": [1]}), "pruned_heads is"),
+    (dict(quantization_config={"bits": 4}), "quantization_config is"),
+    (dict(tie_word_embeddings=False), "tie_word_embeddings is False"),
+    (dict(eos_token_id=0), "eos_token_id is 0, and OpenAI's GPT-2 has 50256"),
+    (dict(reorder_and_upcast_attn=True, summary_type="mean", _name_or_path="x"), ""),
+])  # fmt: skip
+def test_a_setting_that_changes_what_is_computed_is_honoured_or_refused(
+    tmp_path, settings, sentence
+):
+    ours = random_model()
+    ours.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | settings))
+    if not sentence:
+        assert same_weights(GPT.from_pretrained(tmp_path), ours)
+        return
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_a_setting_that_nobody_here_knows_is_named_once(tmp_path, capsys):
+    random_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(logit_cap=30, use_cache=True)))
+    for _ in range(2):
+        GPT.from_pretrained(tmp_path)
+    assert capsys.readouterr().err == (
+        f"{tmp_path / 'config.json'}: settings that are not used here: logit_cap\n"
+    )
 
 
 def test_beside_the_weights_are_a_card_with_the_facts_and_gpt2s_tokenizer(tmp_path, tiny):
@@ -346,3 +408,47 @@ def test_fine_tuning_takes_fewer_positions_and_refuses_more(corpus, finished, tm
     assert torch.equal(short(idx)[0], GPT.from_pretrained(finished / "ckpt_000006")(idx)[0])
     done = train(corpus, tmp_path / "32", *flags, 32, expect=1)
     assert "the weights know 16 positions, 32 were asked for" in done.stderr
+
+
+OLDER = """
+import json, sys
+import torch, transformers
+from transformers import AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast
+
+path, text, tokens, loss = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), float(sys.argv[4])
+model = GPT2LMHeadModel.from_pretrained(path).eval()
+for kind in (AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast):
+    batch = kind.from_pretrained(path)(text, return_tensors="pt")
+    assert batch["input_ids"].tolist() == [tokens], (kind, batch["input_ids"])
+    assert abs(model(**batch, labels=batch["input_ids"]).loss.item() - loss) < 1e-4, kind
+made = transformers.pipeline("text-generation", path)(text, max_new_tokens=4, do_sample=False)
+print(transformers.__version__, made[0]["generated_text"].startswith(text))
+"""
+
+
+@pytest.mark.torture
+@pytest.mark.parametrize("vocabulary", ["--tokenizer gpt2", "--vocab-size 600"])
+@pytest.mark.parametrize("packages", [
+    "transformers==4.40.2 tokenizers==0.19.1 huggingface_hub==0.23.5",
+    "transformers==4.57.3 tokenizers==0.22.1 huggingface_hub==0.36.0",
+    "",  # those of requirements.txt
+])  # fmt: skip
+def test_a_checkpoint_opens_in_older_transformers_by_every_name_of_a_tokenizer(
+    tmp_path, packages, vocabulary
+):
+    data = ["--source", "tinyshakespeare", "--data-dir", tmp_path / "data", *vocabulary.split()]
+    run_script("fineweb.py", *data)
+    train(tmp_path / "data", tmp_path / "log", "--checkpoint-every 6 --sequence-length 64")
+    checkpoint = tmp_path / "log" / "ckpt_000006"
+    model = GPT.from_pretrained(checkpoint)
+    text = "ROMEO:\nHow now, 1,000 times?  größer 日本"
+    tokens = model.tokenizer.encode(text)
+    idx = torch.tensor([tokens])
+    loss = model(idx[:, :-1], idx[:, 1:])[1].item()
+    if packages:
+        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target"]
+        assert run_program([*pip, str(tmp_path / "older"), *packages.split()]).returncode == 0
+    arguments = [str(checkpoint), text, json.dumps(tokens), str(loss)]
+    older = dict(PYTHONPATH=str(tmp_path / "older"), HF_HUB_OFFLINE="1")
+    done = run_program([sys.executable, "-c", OLDER, *arguments], **older)
+    assert done.returncode == 0 and done.stdout.split()[-1] == "True", done.stderr

@@ -321,6 +321,23 @@ def test_each_process_orthogonalizes_its_share_and_the_weights_are_pytorchs():
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
+def share_copies() -> None:
+    """What each of four processes runs, as two nodes whose CPUs draw other weights."""
+    with start_world("cpu") as world:
+        world.shard_group_size = 2
+        for strategy in ("zero1", "fsdp"):
+            model = random_model(vocab_size=300)
+            with torch.no_grad():
+                for p in model.parameters():
+                    p += world.rank // 2
+            sharding.shard(model, world, strategy)
+            divergence.refuse_other_copies(model, world, again="never")
+
+
+def test_nodes_that_draw_other_weights_share_the_first_ones():
+    run_script("tests/test_sharding.py", "copies", ranks=4, PYTHONPATH=str(ROOT))
+
+
 # -- resuming on four processes, where the order of a sum matters
 
 TWENTY = """--max-steps 20 --checkpoint-every 10 --keep-checkpoints 9 --total-batch-size 128
@@ -398,6 +415,8 @@ def test_so_does_it_in_each_precision_compiled_with_each_optimizer(tmp_path, dty
 if __name__ == "__main__":
     if sys.argv[1:] == ["muon"]:
         share_muon()
+    elif sys.argv[1:] == ["copies"]:
+        share_copies()
     elif sys.argv[1:]:
         resume_all(Path(sys.argv[1]), sys.argv[2:])
     else:

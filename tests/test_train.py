@@ -51,7 +51,7 @@ from support import checkpoint, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
 from support.device import bfloat16_speed, emulates_bfloat16, free_memory, pick_dtype
-from support.distributed import Interrupted, Stop, start_world
+from support.distributed import Interrupted, Stop, World, start_world
 from support.divergence import MOST_SKIPPED, why_stop
 from support.log import Log, open_log, open_tracker, read_run, records_before
 from support.memory import (
@@ -230,6 +230,47 @@ def test_muon_takes_float32_on_a_cpu_that_emulates_bfloat16(
     values = torch.linalg.svdvals(tiny.transformer.h[0].mlp.c_fc.weight - before)
     size = 0.2 * math.sqrt(128)  # Muon's, of a matrix of 128 × 32; its iteration is not exact
     assert 0.6 * size < values.min() and values.max() < 1.3 * size
+
+
+def freeze(model: GPT, part: str) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(part not in name)
+
+
+class Bare(GPT):
+    """Without biases and gains, as nanochat's: no parameter has one dimension."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for module in list(self.modules()):
+            for name, p in list(module.named_parameters(recurse=False)):
+                if p.dim() < 2:
+                    module.register_parameter(name, None)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("part", ["transformer.h.", "transformer.wte", "ln_", "mlp", "none"])
+def test_a_part_that_is_trained_alone_resumes_with_its_optimizers_state(tmp_path, part, name):
+    """Blocks, embedding, norms or MLPs frozen; none: nothing is, but no parameter is a vector."""
+    kind = Bare if part == "none" else GPT
+    whole = kind(GPTConfig(block_size=8, vocab_size=300, n_layer=2, n_head=2, n_embd=16))
+    freeze(whole, part)
+    optimizers = whole.configure_optimizers(name)
+    sequences = torch.randint(0, 300, (6, 2, 9))
+    for step, batch in enumerate(sequences):
+        if step == 3:
+            writer = checkpoint.Writer(Stop(WORLD), tmp_path)
+            writer.save(whole, optimizers, dict(step=3), {})
+        step_on(whole, optimizers, batch, B=2)
+    saved = checkpoint.find([checkpoint.path_of(tmp_path, 3)], WORLD)
+    resumed = kind.from_pretrained(saved.path)
+    freeze(resumed, part)
+    optimizers = resumed.configure_optimizers(name)
+    assert saved.state["optimizer"]["state"]
+    checkpoint.load_optimizers(resumed, optimizers, saved.state["optimizer"])
+    for batch in sequences[3:]:
+        step_on(resumed, optimizers, batch, B=2)
+    assert torch.equal(*(parameters_to_vector(m.parameters()) for m in (whole, resumed)))
 
 
 @pytest.mark.parametrize("name, factor", [("adamw", 1), ("muon", 3)])
@@ -863,11 +904,58 @@ def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monk
         assert command_line(start_world("cpu").launcher, ["--seed", "1"]).startswith(launcher)
 
 
+ALL = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
+ALL |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
+
+
+@pytest.mark.parametrize("given, words", [
+    (dict(RANK="3"), "RANK=3, but WORLD_SIZE is not set, LOCAL_RANK is not set"),
+    (dict(WORLD_SIZE="2"), "WORLD_SIZE=2, but RANK is not set"),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="a"), "LOCAL_WORLD_SIZE is not set, MASTER_PORT"),
+    (ALL | dict(LOCAL_RANK=""), "but LOCAL_RANK is not set: start with torchrun, or unset them"),
+    (ALL | dict(RANK="one"), "but RANK is 'one': start with torchrun"),
+    (ALL | dict(WORLD_SIZE="two"), "but WORLD_SIZE is 'two'"),
+    (dict(RANK="", WORLD_SIZE="", LOCAL_RANK=""), ""),
+    (dict(LOCAL_RANK="3", MASTER_ADDR="a"), ""),  # a variable of an earlier job
+    (dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="a", MASTER_PORT="2"), ""),  # a cluster's, for one
+])  # fmt: skip
+def test_a_launchers_variables_without_the_launcher_are_named_or_harmless(
+    monkeypatch, given, words
+):
+    monkeypatch.setattr(os, "environ", given)
+    if words:
+        with pytest.raises(UserError, match=re.escape(words)):
+            start_world("cpu")
+    else:
+        assert start_world("cpu") == World(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--embedding-lr 2", "--embedding-lr has no effect with --optimizer adamw"),
+    ("--preset quickstart --optimizer adamw --embedding-lr=4", "--embedding-lr has no effect"),
+    ("--decay-frac 0.5 --decay linear", "--decay-frac has no effect with --decay linear"),
+    ("--save-best --val-every 0", "--save-best has no effect with --val-every 0"),
+    ("--overwrite --resume auto", "--overwrite starts over, and --resume auto goes on"),
+    ("--min-lr-frac 5", "--min-lr-frac 5.0: it must be at least 0 and at most 1"),
+    ("--preset quickstart --optimizer adamw", ""),  # nobody typed the rate of embeddings
+    ("--optimizer muon --embedding-lr 2 --decay wsd --decay-frac 0.5", ""),
+])  # fmt: skip
+def test_a_flag_without_effect_is_refused(tmp_path, flags, words):
+    args = [*flags.split(), "--data-dir", str(tmp_path), "--log-dir", str(tmp_path / "log")]
+    problems = check(parse_command_line(args), 1)
+    assert [problem for problem in problems if problem.startswith(words)] or not words
+    assert len(problems) == bool(words), problems
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_reports_a_mistake_and_the_others_let_it_end_first(rank, monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    for name, value in (ALL | dict(RANK=str(rank), LOCAL_RANK=str(rank))).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("support.distributed.join", lambda world: None)
+    monkeypatch.setattr(World, "broadcast", lambda world, value: value)
+    monkeypatch.setattr(World, "launches", lambda world: [])
     with pytest.raises(UsageError, match="--val-tokens 0: it must be at least 1"):
         main(["--val-tokens", "0"])
     assert bool(slept) == (rank == 1)

@@ -21,6 +21,7 @@ from hellaswag import render_example
 from model import GPT
 from support import sources
 from support.common import UserError
+from support.token_files import find_shards
 from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data
 
 GREEK = "".join(f"Το πλοίο αριθμός {n} έφυγε από το λιμάνι το πρωί με άνεμο.\n" for n in range(900))
@@ -71,7 +72,7 @@ def test_two_vocabularies_hold_out_the_same_bytes_and_know_none_of_them(monkeypa
         ("gpt2", dict(tokenizer="gpt2")),
     ):
         said = make(tmp_path / name, tmp_path / "a.txt", **options)
-        assert "bytes per token" in said and "name its file first in --source" in said
+        assert "bytes per token" in said and "to choose another text: --val-source FILE" in said
     held_out, *others = (text_of(tmp_path / name, 0) for name in ("300", "900", "gpt2"))
     assert held_out.startswith(f"<|endoftext|>{planted}") and others == [held_out] * 2
     rest = text_of(tmp_path / "300", 1)
@@ -95,6 +96,87 @@ def test_the_split_is_at_a_document_or_at_the_end_of_a_line(sizes, expected):
     texts = [("".join("123456789\n" for _ in range(size // 10)), True) for size in sizes]
     texts = [("0123456789", True)] if sizes == [10] else texts
     assert sources.find_split([sources.File("a", lambda: iter(texts))], 1e9) == list(expected)
+
+
+SHAPES = {  # texts whose line ends are far from where they are split
+    "a short last line": "river stone light mill " * 13000 + "\nThe end.\n",
+    "a short first line": "a licence\n" + "var x=function(n){return n+1};" * 9000,
+    "no line end": "ACGTTGCA" * 40_000,
+    "a paragraph a line": ("नदी के किनारे एक गाँव था। " * 900 + "\n") * 5,
+    "Japanese without spaces": "猫は東の山で眠る。" * 9000,
+    "Windows' line ends": ("one line of text\r\n" * 4000),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_about_a_twentieth_is_held_out_wherever_the_lines_end(tmp_path, name):
+    text = SHAPES[name]
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    make(tmp_path / "own", tmp_path / "a.txt", vocab_size=300)
+    held_out, train = (text_of(tmp_path / "own", shard) for shard in (0, 1))
+    held_out, train = (part.removeprefix("<|endoftext|>") for part in (held_out, train))
+    assert held_out + train == text
+    assert 0.044 < len(held_out.encode()) / len(text.encode()) < 0.056
+    assert held_out[-1] == ("\n" if "Windows" in name else " ") or " " not in text
+
+
+def test_a_limit_of_tokens_limits_what_is_held_out_of_them(tmp_path):
+    """A stretch of a file is a megabyte, and more than the limit."""
+    (tmp_path / "a.txt").write_text("river stone light mill\n" * 60_000)
+    make(tmp_path / "own", tmp_path / "a.txt", tokenizer="gpt2", max_tokens=20_000)
+    held_out, train = map(len, shards_of(tmp_path / "own"))
+    assert held_out + train == 20_000 and 800 < held_out < 1200
+
+
+@pytest.mark.parametrize("options", [{}, dict(vocab_size=300), dict(tokenizer="gpt2")])
+def test_files_that_are_named_for_validation_are_held_out_whole(tmp_path, options):
+    """With any vocabulary, and also where --source names them, too."""
+    for name in "abc":
+        (tmp_path / f"{name}.txt").write_text(f"The text of file {name}, and more of it. " * 30)
+    val = (str(tmp_path / "b.txt"),)
+    said = make(tmp_path / "own", tmp_path / "*.txt", val_source=val, **options)
+    texts = [(tmp_path / f"{name}.txt").read_text() for name in "abc"]
+    assert text_of(tmp_path / "own", 0) == f"<|endoftext|>{texts[1]}"
+    assert text_of(tmp_path / "own", 1) == f"<|endoftext|>{texts[0]}<|endoftext|>{texts[2]}"
+    assert said.endswith("of the text, what --val-source names")
+    assert "nothing to do" in make(tmp_path / "own", tmp_path / "*.txt", val_source=val, **options)
+    (tmp_path / "b.txt").write_text("another")
+    with pytest.raises(UserError, match=r"b\.txt has changed"):
+        make(tmp_path / "own", tmp_path / "*.txt", val_source=val, **options)
+    with pytest.raises(UserError, match="--val-source was"):
+        make(tmp_path / "own", tmp_path / "*.txt", **options)
+
+
+def test_a_benchmark_is_cut_out_before_a_vocabulary_is_trained_and_not_from_held_out_text(tmp_path):
+    secret = " ".join(f"zyxomma{n}" for n in range(13))
+    rest = "the river runs past the old stone mill " * 40
+    example = {"ctx": secret, "endings": ["a", "b", "c", "d"], "label": 0}
+    (tmp_path / "bench.jsonl").write_text(json.dumps(example))
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{rest}{secret} {rest}" * 3)
+    options = dict(decontaminate=True, hellaswag_path=str(tmp_path / "bench.jsonl"), vocab_size=300)
+    val = (str(tmp_path / "b.txt"),)
+    make(tmp_path / "own", tmp_path / "a.txt", val_source=val, **options)
+    assert secret in text_of(tmp_path / "own", 0) and secret not in text_of(tmp_path / "own", 1)
+    assert not any(b"zyx" in token for token in tokenizer_of_data(tmp_path / "own").ranks)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "y_train_000007.npy", "x_val_000000.bin"])
+def test_training_reads_the_shards_of_the_manifest_and_no_others(documents, tmp_path, name):
+    make(tmp_path / "own", documents, vocab_size=300)
+
+    def found():
+        splits = (find_shards(tmp_path / "own", split) for split in ("train", "val"))
+        return [[shard.path.name for shard in shards] for shards in splits]
+
+    ours = found()
+    foreign = tmp_path / "own" / name
+    np.save(foreign, np.zeros(99, np.uint16)) if "npy" in name else foreign.write_bytes(bytes(99))
+    assert found() == ours
+    (tmp_path / "theirs").mkdir()
+    shutil.copy(foreign, tmp_path / "theirs")
+    with pytest.raises(UserError, match=f"holds {name}; choose another --data-dir"):
+        make(tmp_path / "theirs", documents, vocab_size=300)
 
 
 def test_a_source_without_text_is_refused(tmp_path):
@@ -130,7 +212,9 @@ def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, 
     for name in ("a.txt", "b.txt", "c.txt"):
         (tmp_path / name).write_text(JAPANESE)
     files = list(sources.find_local(str(tmp_path / "*.txt"), "text"))
-    assert list(sources.read_for_vocabulary(files)) == [JAPANESE], "one has more than 500 bytes"
+    assert list(sources.read_for_vocabulary(files, None)) == [JAPANESE], (
+        "one has more than 500 bytes"
+    )
     assert "vocabulary: trained on the first 0 MB, because their words" in capsys.readouterr().err
 
 
@@ -186,6 +270,10 @@ def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_
         (["--vocab-size", 300, "--val-tokens", 9], "--val-tokens: leave it out"),
         (["--tokenizer", "gpt2", "--val-tokens", 9], "--val-tokens: leave it out"),
         (["--source", "tinyshakespeare", "--val-tokens", 9], "--val-tokens: leave it out"),
+        (["--val-source", "a.txt", "--val-tokens", 9], "--val-tokens: leave it out"),
+        (["--source", "python", "--val-source", "a.txt"], "python has text for validation already"),
+        (["--source", "a.txt", "--source", "b.txt"], "--source is given twice: name all after one"),
+        (["--val_source=a", "--workers", "1", "--val-source=b"], "--val-source is given twice"),
     ],
 )
 def test_flags_that_contradict_each_other_are_refused(flags, words):
@@ -287,10 +375,14 @@ def test_a_preset_says_which_vocabulary_its_sizes_fit(trained, tmp_path):
 def test_another_models_file_is_read_and_its_absence_means_gpt2s(trained, tmp_path):
     checkpoint = shutil.copytree(trained / "log" / "ckpt_000006", tmp_path / "model")
     (checkpoint / "tokenizer.json").unlink()
-    with pytest.raises(UserError, match="has 300 tokens, its tokenizer 50257"):
-        sample = call("sample.py", "--model", checkpoint)
-        raise UserError(sample.stderr)
+    (checkpoint / "vocab.json").unlink()
+    with pytest.raises(UserError, match="eos_token_id is 299, and OpenAI's GPT-2 has 50256"):
+        GPT.from_pretrained(checkpoint)
+    settings = json.loads((checkpoint / "config.json").read_bytes())
+    (checkpoint / "config.json").write_text(json.dumps(settings | dict(eos_token_id=50256)))
     assert GPT.from_pretrained(checkpoint).tokenizer is gpt2()
+    sample = call("sample.py", "--model", checkpoint)
+    assert "has 300 tokens, its tokenizer 50257" in sample.stderr
     transformers.AutoTokenizer.from_pretrained(trained / "log" / "ckpt_000006").save_pretrained(
         tmp_path / "theirs"
     )
