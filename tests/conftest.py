@@ -104,6 +104,13 @@ def random_model(**shape) -> GPT:
 # -- scripts
 
 
+def torchrun_variables(rank: int, size: int, local_size: int) -> dict[str, str]:
+    """What torchrun gives a process of the first node."""
+    numbers = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, LOCAL_WORLD_SIZE=local_size)
+    where = dict(MASTER_ADDR="localhost", MASTER_PORT="1")
+    return where | {name: str(number) for name, number in numbers.items()}
+
+
 def environment(**extra) -> dict:
     """The environment without torchrun's variables, and with one thread for each test."""
     inherited = dict(os.environ)

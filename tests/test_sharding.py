@@ -15,7 +15,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, random_model, run_script, tiny_run, write_shards
+from conftest import (
+    ROOT,
+    random_model,
+    run_script,
+    tiny_run,
+    torchrun_variables,
+    write_shards,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -238,8 +245,8 @@ def test_an_update_sends_each_thing_once(way, monkeypatch, no_group):
     strategy, local_size, optimizer = way
     monkeypatch.setattr("support.distributed.join", join)
     monkeypatch.setattr(sharding, "DistributedDataParallel", HookedDDP)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_size))
+    for name, value in torchrun_variables(0, 8, local_size).items():
+        monkeypatch.setenv(name, value)
     with start_world("cpu") as world:
         raw = random_model()
         sharding.shard(raw, world, strategy)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import same_bits
-from conftest import ROOT, run_program
+from conftest import ROOT, run_program, torchrun_variables
 
 import train_gpt2
 from support.common import UserError, reading, run_script, write_whole
@@ -105,7 +105,7 @@ def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, nam
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr("support.distributed.join", lambda world: None)
-    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **visible})
+    monkeypatch.setattr(os, "environ", torchrun_variables(0, 8, 8) | visible)
     fall_back_to_cpu.cache_clear()
     with pytest.raises(UserError, match=ends) if ends == REFUSED else nullcontext():
         assert [start_world(name).device.type for _ in range(2)] == ["cpu", "cpu"]

@@ -31,6 +31,7 @@ from conftest import (
     run_program,
     started,
     tiny_run,
+    torchrun_variables,
     train,
     wait_for_file,
     warm_server,
@@ -687,7 +688,7 @@ def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, n
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     monkeypatch.setattr("support.distributed.join", make_group)
-    monkeypatch.setattr(os, "environ", {"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8", **user})
+    monkeypatch.setattr(os, "environ", torchrun_variables(0, 8, 8) | user)
     with pytest.raises(UserError, match=f"NVLS {nvls}"):
         main(["--deterministic", "--device", "cpu"])
 
@@ -895,17 +896,15 @@ def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
 def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch):
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     for size, local, launcher in [
-        ("1", "1", "python train_gpt2.py"),
-        ("8", "8", "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
-        ("8", "4", "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d"),
+        (1, 1, "python train_gpt2.py"),
+        (8, 8, "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
+        (8, 4, "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d"),
     ]:
-        monkeypatch.setenv("WORLD_SIZE", size)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        monkeypatch.setattr(os, "environ", torchrun_variables(0, size, local))
         assert command_line(start_world("cpu").launcher, ["--seed", "1"]).startswith(launcher)
 
 
-ALL = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", LOCAL_WORLD_SIZE="2")
-ALL |= dict(MASTER_ADDR="localhost", MASTER_PORT="1")
+ALL = torchrun_variables(1, 2, 2)
 
 
 @pytest.mark.parametrize("given, words", [
@@ -951,7 +950,7 @@ def test_a_flag_without_effect_is_refused(tmp_path, flags, words):
 def test_rank_0_reports_a_mistake_and_the_others_let_it_end_first(rank, monkeypatch):
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    for name, value in (ALL | dict(RANK=str(rank), LOCAL_RANK=str(rank))).items():
+    for name, value in torchrun_variables(rank, 2, 2).items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     monkeypatch.setattr(World, "broadcast", lambda world, value: value)
