@@ -39,6 +39,7 @@ from support.tokenizer import tokenizer_of_data
 # Flags in front of every arm's own: a comparison needs no other evaluations
 QUIET = """--hellaswag-every=0 --sample-every=0 --checkpoint-every=0 --checkpoint-minutes=10
     --keep-checkpoints=1"""
+OURS = ("--seed", "--log-dir", "--log_dir", "--resume", "--overwrite")
 NO_EFFECT = ("preset", "log_dir", "data_dir", "resume", "overwrite")  # on what is computed
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t for 95%, by degrees of freedom
 
@@ -144,6 +145,8 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
         copy = Path(own.pop(0)[1:]).resolve()
     if not (copy / "train_gpt2.py").is_file():
         raise UserError(f"{name}: {copy} is no copy of this repository: it has no train_gpt2.py")
+    if any(flag.partition("=")[0] in OURS for flag in own):
+        raise UserError(f"{name}: {text!r} sets what compare.py sets itself: {', '.join(OURS)}")
     flags = [*before, *own]
     command = [sys.executable, "-c", ASK, str(copy), *flags, "--resume=auto"]
     answer = subprocess.run(command, capture_output=True, text=True)

@@ -237,7 +237,7 @@ NEEDS = {  # a typed flag has no effect unless another one has this value
 
 
 def without_effect(c: TrainConfig) -> list[str]:
-    """Flags that would change nothing, although the user believes that they do."""
+    """Flags that would not do what the user believes that they do."""
     problems = []
     for name, (other, value) in NEEDS.items():
         if name in c.typed and getattr(c, other) != value:
@@ -245,6 +245,8 @@ def without_effect(c: TrainConfig) -> list[str]:
             problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
     if c.save_best and not c.val_every:
         problems.append("--save-best has no effect with --val-every 0")
+    if c.overwrite and Path(c.init_from).resolve().parent == Path(c.log_dir).resolve():
+        problems.append("--overwrite would delete --init-from's model: choose another --log-dir")
     if c.overwrite and c.resume == "auto":
         problems.append("--overwrite starts over, and --resume auto goes on: choose one")
     return problems

@@ -171,7 +171,7 @@ def hold_out(
         wanted = size if total >= 2 * size else max(1, total // 20)
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
-    near = (start for start in starts if wanted <= start <= min(2 * wanted, size))
+    near = (start for start in starts if wanted <= start <= min(2 * wanted, size, total // 2))
     # each batch leaves `head` as it is packed: a list would hold all of them to the end
     return next(near, wanted), chain((head.popleft() for _ in range(len(head))), stream)
 
@@ -418,9 +418,8 @@ def save_shard(
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
-            old = glob.escape(read_manifest(folder)["options"]["name"])
-            for path in folder.glob(f"{old}_*_*.npy"):
-                path.unlink()
+            for old in read_manifest(folder)["shards"]:
+                (folder / old["name"]).unlink(missing_ok=True)
         write_manifest(folder, manifest)
         (folder / FILE).unlink(missing_ok=True)
         if "tokenizer" in manifest:

@@ -136,6 +136,8 @@ def gpt2_weights(weights: Weights) -> Weights:
         re.sub(r"^(_orig_mod\.|module\.|transformer\.)*", "transformer.", name): w
         for name, w in weights.items()
     }
+    if len(kept) < len(weights):
+        raise UserError("some tensors have the same name but for a prefix: whose are they?")
     for name, w in list(kept.items()):
         if name.endswith(HEAD):
             is_redundant = torch.equal(w, kept[EMBEDDING])

@@ -84,7 +84,7 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
     """
     try:
         manifest = json.loads((data_dir / "manifest.json").read_bytes())
-        ours = {shard["name"]: shard["split"] for shard in manifest["shards"]}
+        ours = {shard["name"]: shard.get("split") for shard in manifest["shards"]}
         complete = not manifest["cursor"] and all((data_dir / name).exists() for name in ours)
         paths = [data_dir / name for name in sorted(ours) if ours[name] == split]
     except (OSError, ValueError, KeyError, TypeError):  # no manifest of fineweb.py's

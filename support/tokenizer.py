@@ -214,6 +214,14 @@ def what_decides(content: str) -> list:
 
 def tokenizer_in(directory: str | Path) -> Tokenizer:
     """A model's own, from its tokenizer.json. A directory without one is GPT-2's."""
+    settings = Path(directory) / "tokenizer_config.json"
+    if settings.exists():
+        with reading(settings):
+            theirs = json.loads(settings.read_bytes())
+            is_gpt2s = "GPT2" in theirs.get("tokenizer_class", "GPT2")
+            is_known = is_gpt2s or (Path(directory) / FILE).exists()
+            if theirs.get("add_prefix_space") or not is_known:
+                raise UserError(f"{settings} is of a tokenizer that splits text otherwise")
     if (Path(directory) / FILE).exists():
         return read_tokenizer(directory)
     old = Path(directory) / "vocab.json"  # what older models have instead

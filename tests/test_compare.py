@@ -410,6 +410,8 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a:", "--arm", "a:"], "each name one word and new"),
         (["a: --optimizer sgd"], "is refused"),
         (["a: @nowhere"], "no copy of this repository"),
+        (["a: --seed 99"], "sets what compare.py sets itself"),
+        (["a: --log-dir=elsewhere"], "sets what compare.py sets itself"),
         (["a: 'open"], "No closing quotation"),
         (["a: --val-tokens 160"], "validate on all of it: --val-tokens 700 in --base"),
         (["a: --data-dir nowhere"], "does not exist"),

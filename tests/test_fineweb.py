@@ -245,6 +245,7 @@ def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_siz
         ([300] * 400, 1000, 100, 100),
         ([50] * 19 + [30, 40] * 9, 1000, 0, 1020),  # the 21 documents that the source holds out
         ([50] * 19 + [30, 40] * 9, 1000, 75, 1020),
+        ([1725, 93], 10_000, 900, 900),  # the next start would leave a twentieth to train on
         ([50] * 400, 1000, 3010, 3010),  # more than a shard, if that is asked for
     ],
 )
@@ -922,6 +923,16 @@ def test_overwrite_replaces_shards_only_when_the_new_ones_come(unfinished, tmp_p
     assert contents(folder) == contents(tmp_path / "whole")
     make(folder, tmp_path / "b.jsonl", overwrite=True, name="y")
     assert sorted(contents(folder)) == ["manifest.json", "y_train_000001.npy", "y_val_000000.npy"]
+
+
+def test_overwrite_leaves_what_others_have_put_there(unfinished):
+    folder, source = unfinished
+    make(folder, source)
+    theirs = [folder / "x_my_vectors.npy", folder / "x_old_train_000001.npy"]
+    for path in theirs:
+        np.save(path, np.zeros(9, np.uint16))
+    make(folder, source, overwrite=True)
+    assert all(path.exists() for path in theirs)
 
 
 def test_files_of_a_batch_behind_its_first_count_as_read(tmp_path, here):

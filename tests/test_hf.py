@@ -80,6 +80,7 @@ MASK = "transformer.h.1.attn.bias"
     ("transformer.h.0.attn.masked_bias", lambda _: torch.tensor(-2.0), "masked_bias is not as in"),
     ("transformer.h.0.attn.rotary.inv_freq", lambda _: torch.ones(4), "inv_freq"),
     ("score.weight", lambda _: torch.ones(2, 16), "score.weight"),  # a classifier's
+    ("wte.weight", lambda w: w + 1, "some tensors have the same name but for a prefix"),
 ])  # fmt: skip
 def test_a_tensor_is_used_or_redundant_or_refused(tmp_path, name, change, sentence):
     ours = random_model()
@@ -116,6 +117,19 @@ def test_a_setting_that_changes_what_is_computed_is_honoured_or_refused(
         assert same_weights(GPT.from_pretrained(tmp_path), ours)
         return
     with pytest.raises(UserError, match=re.escape(sentence)):
+        GPT.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("settings", [
+    dict(tokenizer_class="T5Tokenizer"),  # as rinna's GPT-2, with a spiece.model
+    dict(tokenizer_class="GPT2Tokenizer", add_prefix_space=True),
+])  # fmt: skip
+def test_a_tokenizer_that_splits_text_otherwise_is_refused(tmp_path, settings):
+    random_model().save_pretrained(tmp_path)
+    for name in ("tokenizer.json", "vocab.json"):
+        (tmp_path / name).unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="is of a tokenizer that splits text otherwise"):
         GPT.from_pretrained(tmp_path)
 
 

@@ -361,7 +361,7 @@ def refusal(args: list[str], world: World) -> list[str]:
 
     config = parse_command_line(args)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_gpt2, "evaluate_due", evaluate)
+        patch.setattr(train_gpt2, "evaluate_if_due", evaluate)
         try:
             train_gpt2.train(config, args, world)
         except UserError as error:
