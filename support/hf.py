@@ -42,10 +42,9 @@ OPENAI = dict(
     scale_attn_weights=True,
     scale_attn_by_inverse_layer_idx=False,
     tie_word_embeddings=True,
-    add_cross_attention=False,
-    pruned_heads={},
-    quantization_config=None,
 )
+# Settings that nobody writes where they are as in GPT-2.
+UNUSUAL: dict[str, Any] = dict(add_cross_attention=False, pruned_heads={}, quantization_config=None)
 # Settings of transformers' GPT2Config that change neither the logits nor the tokens.
 HARMLESS = {
     *("architectures", "bos_token_id", "dtype", "gradient_checkpointing", "initializer_range"),
@@ -111,7 +110,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         shape = {key: theirs[key] for key in (*SHAPE, "n_positions")}
         n_inner = theirs.get("n_inner") and 4 * theirs["n_embd"]  # null means that, too
         eot = tokenizer_in(directory).eot
-        expected = OPENAI | shape | dict(n_inner=n_inner, eos_token_id=eot)
+        expected = OPENAI | UNUSUAL | shape | dict(n_inner=n_inner, eos_token_id=eot)
         for key, value in expected.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")

@@ -452,7 +452,8 @@ def test_a_checkpoint_opens_in_older_transformers_by_every_name_of_a_tokenizer(
 ):
     data = ["--source", "tinyshakespeare", "--data-dir", tmp_path / "data", *vocabulary.split()]
     run_script("fineweb.py", *data)
-    train(tmp_path / "data", tmp_path / "log", "--checkpoint-every 6 --sequence-length 64")
+    flags = "--checkpoint-every 6 --sequence-length 64 --batch-size 1"
+    train(tmp_path / "data", tmp_path / "log", flags)
     checkpoint = tmp_path / "log" / "ckpt_000006"
     model = GPT.from_pretrained(checkpoint)
     text = "ROMEO:\nHow now, 1,000 times?  größer 日本"

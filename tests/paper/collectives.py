@@ -93,6 +93,7 @@ class NotedDDP(DistributedDataParallel):
 def make_updates(config: TrainConfig, nodes: int) -> list[dict]:
     """The collectives of a run's first two updates."""
     os.environ.update(RANK="0", LOCAL_RANK="0", LOCAL_WORLD_SIZE="8", WORLD_SIZE=str(8 * nodes))
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     world = start_world("cpu")
     model = GPT(GPTConfig(**GPTConfig.fields_from(config)))
     sharding.shard(model, world, config.sharding)
