@@ -85,7 +85,7 @@ SCRIPTS = {  # a command line that works
     "plan.py": ["--n-layer=2"],
     "compare.py": [
         f"--base={shlex.join(TINY)} --val-every=2 --data-dir=data",
-        "--arm=a: --seed 2",
+        "--arm=a: --weight-decay 0.2",
     ],
 }
 LONG = {  # what starts when everything has been checked, and is left out here
