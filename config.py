@@ -245,7 +245,8 @@ def without_effect(c: TrainConfig) -> list[str]:
             problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
     if c.save_best and not c.val_every:
         problems.append("--save-best has no effect with --val-every 0")
-    if c.overwrite and Path(c.init_from).resolve().parent == Path(c.log_dir).resolve():
+    is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()
+    if c.overwrite and is_own and c.init_from != "scratch":
         problems.append("--overwrite would delete --init-from's model: choose another --log-dir")
     if c.overwrite and c.resume == "auto":
         problems.append("--overwrite starts over, and --resume auto goes on: choose one")

@@ -108,10 +108,11 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     from elsewhere that the run in log_dir began with.
     """
     if config.resume == "auto":
-        own = checkpoint.checkpoints(config.log_dir)[::-1]
+        if own := checkpoint.checkpoints(config.log_dir)[::-1]:
+            return own
         starts = starts_of(records_of(config))
         elsewhere = starts[-1].get("resumed_from") if starts else None
-        return own or ([Path(elsewhere)] if elsewhere else [])
+        return [Path(elsewhere)] if elsewhere else []
     path = Path(config.resume).resolve()
     is_below = path.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
     return [Path(config.log_dir, path.name) if is_below else Path(config.resume)]
