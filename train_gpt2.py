@@ -14,13 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from config import (
-    TrainConfig,
-    check,
-    parse_command_line,
-    refuse_other_sizes,
-    wrong_vocabulary,
-)
+from config import TrainConfig, check, parse_command_line, refuse_other_sizes, wrong_vocabulary
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import clip_gradients
@@ -220,8 +214,7 @@ def build_train_loader(config: TrainConfig, world: World, B: int) -> DataLoaderL
 
 
 def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torch.optim.Optimizer]:
-    # Muon takes bfloat16, which some CPUs emulate; the copies of all nodes must be equal
-    emulated = world.device.type == "cpu" and device.emulates_bfloat16()
+    is_muon = config.optimizer == "muon"
     return model.configure_optimizers(
         config.optimizer,
         weight_decay=config.weight_decay,
@@ -229,7 +222,7 @@ def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torc
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        dtype=torch.float32 if world.any(emulated) else torch.bfloat16,
+        dtype=device.matmul_dtype(world.device, world.any) if is_muon else None,
     )
 
 

@@ -154,6 +154,12 @@ def sdpa_choice(device: torch.device, dtype: torch.dtype, T: int, n_head: int, h
     return f", {torch.nn.attention.SDPBackend(choice).name.lower()} for heads of {hs}"
 
 
+def matmul_dtype(device: torch.device, anywhere: Callable[[bool], bool]) -> torch.dtype:
+    """bfloat16, or float32 for all processes if one of their CPUs emulates bfloat16: for Muon."""
+    emulated = anywhere(device.type == "cpu" and emulates_bfloat16())
+    return torch.float32 if emulated else torch.bfloat16
+
+
 @lru_cache(maxsize=1)
 def emulates_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 far slower than float32: without AVX512, 100 times."""

@@ -426,7 +426,6 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
 ):
     """step 2: a new checkpoint; step 1: one that replaces another of the same name."""
     monkeypatch.setattr(checkpoint, "SAVES_IN_BACKGROUND", {beside})
-    torch.set_num_threads(1)
     old = tmp_path / "old"
     save(old, step=1)
     for log_dir, ended in kill_everywhere(tmp_path, lambda folder: save(folder, step=step), old):

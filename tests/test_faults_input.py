@@ -55,7 +55,6 @@ def quick(monkeypatch) -> None:
     def no_network(*_, **__) -> None:
         raise socket.gaierror("there is no network in tests")
 
-    torch.set_num_threads(1)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
