@@ -53,12 +53,12 @@ torture: .venv/requirements-torture
 bench: setup
 	@$(PY) bench.py
 
-# What only a GPU can show, without a network, in four parts of at most nine minutes, because rented
+# What only a GPU can show, without a network, in five parts of at most nine minutes, because rented
 # GPUs often give ten a command. Each leaves OUT/PART.tar.gz, by default in benchmarks/DEVICE
 # (tests/gpu.sh). A step is `step SECONDS NAME COMMAND`; after SECONDS it has 5 more to end. A part
 # has 15 to begin and 15 to spare: SECONDS + 5 of its steps add up to 510 at most (tests/test_gpu.py).
 # HELLASWAG=FILE.jsonl: examples to score. CPU=1: small sizes on the CPU, to try a part out.
-GPU_PARTS := gpu-tests gpu-run gpu-speed gpu-large
+GPU_PARTS := gpu-tests gpu-run gpu-climb gpu-speed gpu-large
 $(GPU_PARTS): SHELL := bash
 $(GPU_PARTS): export PART = $@
 $(GPU_PARTS): export PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
@@ -66,7 +66,7 @@ gpu-run gpu-large: TRAIN = $(PY) train_gpt2.py --data-dir data/stdlib --val-ever
 gpu-run gpu-large: SMALL := $(if $(CPU),--device cpu --no-compile --n-layer 2 --n-head 2 --n-embd 64 --sequence-length 32 --total-batch-size 256 --val-tokens 2048 --num-samples 1)
 gpu-run: SCORE := $(if $(HELLASWAG),--hellaswag-every 10 --hellaswag-limit $(if $(CPU),20,1000) --hellaswag-path "$(HELLASWAG)")
 gpu-run: CUT = $(TRAIN) --max-steps 20 --total-batch-size 65536 --checkpoint-every 10 --deterministic $(SMALL)
-gpu-run gpu-speed: SIZE := $(if $(CPU),--device cpu --no-compile --model tiny --sequence-length 32 --batch-size 2 --max-batch 2 --rounds 1)
+gpu-run gpu-climb gpu-speed: SIZE := $(if $(CPU),--device cpu --no-compile --model tiny --sequence-length 32 --batch-size 2 --max-batch 2 --rounds 1)
 
 gpu:
 	@$(MAKE) -k -j1 --no-print-directory $(GPU_PARTS)
@@ -90,10 +90,15 @@ gpu-run:
 	step 5 same_weights cmp $$left/whole/ckpt_000020/model.safetensors $$left/cut/ckpt_000020/model.safetensors; \
 	finish
 
+gpu-climb:
+	@. tests/gpu.sh; \
+	step 505 ladder $(PY) bench.py --out $$left/ladder $(SIZE); \
+	finish
+
 gpu-speed:
 	@. tests/gpu.sh; \
-	step 375 ladder $(PY) bench.py --out $$left/ladder $(SIZE); \
-	step 125 against $(PY) bench.py --out $$left/against --against hf $(SIZE); \
+	step 230 against $(PY) bench.py --out $$left/against --against hf $(SIZE); \
+	step 270 pieces $(PY) bench.py --out $$left/pieces --pieces $(SIZE); \
 	finish
 
 # Which micro-batch is found for the XL, and do the updates fit, too?

@@ -1,7 +1,9 @@
 """The scoreboard: how fast is a training step here, and how far is that from the hardware's limit?
 
-python bench.py                            each technique added in turn, up to what training uses;
+python bench.py                            the climb: each technique added in turn, as the lecture
+                                           "Let's reproduce GPT-2" does, up to what training uses;
                                            then larger micro-batches and more processes
+python bench.py --beside A.json B.json     draws records of other machines, and measures nothing
 python bench.py --against hf --generate    other comparisons, see --help
 """
 
@@ -9,7 +11,7 @@ import json
 import os
 import random
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,8 +19,9 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import peers
+from benchmarks.climb import plot_climbs
 from benchmarks.measure import Side, measure
-from benchmarks.tables import format_table
+from benchmarks.tables import CLIMB, COLUMNS, format_table
 from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
@@ -26,6 +29,7 @@ from support.common import Count, CountOrZero, parse_flags, run_script, write_wh
 from support.compile import why_not_compile
 from support.device import peak_flops, pick_device, pick_dtype
 from support.distributed import start_world
+from support.plots import save_picture
 from support.report import describe_run
 
 MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
@@ -38,12 +42,15 @@ class BenchConfig:
     # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with the clone in --peer
     against: Literal["", "hf", "nanogpt"] = ""
     peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
+    pieces: bool = False  # attention by length, AdamW's implementations, precisions
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
 
+    beside: tuple[str, ...] = ()  # records to draw beside the published ones; measures nothing
+
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
-    batch_size: CountOrZero = 0  # micro-batch B; 0 = 4 on a CPU, 16 on a GPU
-    sequence_length: CountOrZero = 0  # T; 0 = 256 on a CPU, 1024 on a GPU
+    batch_size: CountOrZero = 0  # micro-batch B; 0 = 1 on a CPU, 16 on a GPU
+    sequence_length: Count = 1024  # T
     max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 16 on a CPU, 128 on a GPU
     rounds: Count = 3  # how often each side is measured, in alternation
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
@@ -52,7 +59,7 @@ class BenchConfig:
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = "log/bench"  # write the results to OUT.json
+    out: str = "log/bench"  # write the results to OUT.json, the climb to OUT.png
 
 
 class Machine:
@@ -64,8 +71,7 @@ class Machine:
         self.on_gpu = self.device.type == "cuda"
         self.config = replace(
             config,
-            batch_size=config.batch_size or (4 if self.on_cpu else 16),
-            sequence_length=config.sequence_length or (256 if self.on_cpu else 1024),
+            batch_size=config.batch_size or (1 if self.on_cpu else 16),
             max_batch=config.max_batch or (16 if self.on_cpu else 128),
         )
         self.size = MODELS[config.model]
@@ -108,17 +114,18 @@ class Machine:
 
 # -- the comparisons: each yields the rows of its table
 
-TECHNIQUES = {  # of the ladder: the option of `training` that each changes, and from what
-    "+ TF32 matmuls": ("tf32", False),
-    "+ autocast to 16 bits": ("dtype", torch.float32),
-    "+ fused attention": ("flash", False),
-    "+ vocabulary of 50304": ("pad_vocab_to", 1),
-    "+ the model's own loss": ("own_loss", False),
-    "+ fused AdamW": ("fused", False),
+TECHNIQUES = {  # in the lecture's order, then ours: the option that each changes, and from what
+    "+ TF32": ("tf32", False),
+    "+ 16 bits": ("dtype", torch.float32),
     "+ torch.compile": ("compile", False),
+    "+ fused attention": ("flash", False),
+    "+ 50,304 rows": ("pad_vocab_to", 1),
+    "+ fused AdamW": ("fused", False),
+    "+ loss without all logits": ("own_loss", False),
     "+ cheap activations recomputed": ("recompute", False),
     "+ freed memory kept": ("keep_memory", False),
 }
+FELT_BY_GPUS = ("pad_vocab_to",)  # a CPU has no matrix units that want such sizes
 
 
 def climb_ladder(m: Machine) -> Iterator[dict]:
@@ -133,7 +140,7 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
 
 
 def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
-    """The sides of the ladder. rows: those so far, which say whether a micro-batch fits.
+    """The sides of the ladder. rows: those so far, which say whether a micro-batch fits and gains.
 
     A technique that training does not use on this machine is left out.
     """
@@ -143,13 +150,16 @@ def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
     for name, (option, plain) in TECHNIQUES.items():
         if used[option] != plain:
             options[option] = used[option]
-            yield m.step(name, **options)
+            unfelt = m.on_cpu and option in FELT_BY_GPUS
+            yield m.step(f"{name} (for GPUs)" if unfelt else name, **options)
     B = m.config.batch_size
     while 2 * B <= m.config.max_batch:
         yield m.step(f"+ micro-batch of {2 * B}", B=2 * B)
         if "error" in rows[-1]:
             break
         B *= 2
+        if rows[-1]["speedup"] <= 1:
+            break
     most = (os.cpu_count() or 1) if m.on_cpu else torch.accelerator.device_count()
     for n in (2, 4, 8):  # one on each GPU; a CPU is shared
         if n <= most:
@@ -166,6 +176,37 @@ def compare_peer(m: Machine) -> Iterator[dict]:
     if m.compile:
         compared.insert(0, m.step(f"{name}, compiled", **options))
     return m.measure(compared)
+
+
+def compare_attention(m: Machine) -> Iterator[dict]:
+    """Attention fused and written out, by length."""
+    for T in (256, 512, 1024, 2048, 4096):
+        compared = []
+        for name, fused in {"written out": False, "fused": True}.items():
+            options: dict = dict(T=T, fused=fused, dtype=m.dtype)
+            compared.append(Side(f"T = {T:,}, {name}", peers.attention, options, T))
+        yield from m.measure(compared)
+
+
+def compare_adamw(m: Machine) -> Iterator[dict]:
+    """PyTorch's implementations of AdamW."""
+    ways = {"a loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
+    return m.measure(
+        Side(name, peers.adamw, dict(size=m.size, way=way), 1, "updates/s")
+        for name, way in ways.items()
+    )
+
+
+def compare_precisions(m: Machine) -> Iterator[dict]:
+    """The step in each precision that training may use here."""
+    ways = {"float32": (False, torch.float32), "TF32": (True, torch.float32)}
+    if m.dtype != torch.float32:
+        ways |= {"16 bits": (False, m.dtype), "both": (True, m.dtype)}
+    return m.measure(
+        m.step(name, tf32=tf32, dtype=dtype)
+        for name, (tf32, dtype) in ways.items()
+        if m.on_gpu or not tf32
+    )
 
 
 def compare_generation(m: Machine) -> Iterator[dict]:
@@ -193,11 +234,15 @@ def compare_scoring(m: Machine) -> Iterator[dict]:
     return m.measure(compared)
 
 
-BENCHMARKS = {  # flag: what it runs, and its title
-    "ladder": (climb_ladder, "A training step, each technique added to the last"),
-    "against": (compare_peer, "A training step, beside another program's"),
-    "generate": (compare_generation, "Generation of 128 tokens"),
-    "hellaswag": (compare_scoring, "Scoring HellaSwag"),
+PIECES = ("attention", "adamw", "precision")  # behind one flag
+BENCHMARKS = {  # flag: what it runs, its title, and the columns of its table
+    "ladder": (climb_ladder, "A training step, each technique added to the last", CLIMB),
+    "against": (compare_peer, "A training step, beside another program's", COLUMNS),
+    "attention": (compare_attention, "Attention, forward only, by 12 heads of 64", COLUMNS),
+    "adamw": (compare_adamw, "AdamW's update", COLUMNS),
+    "precision": (compare_precisions, "A training step, by precision", COLUMNS),
+    "generate": (compare_generation, "Generation of 128 tokens", COLUMNS),
+    "hellaswag": (compare_scoring, "Scoring HellaSwag", COLUMNS),
 }
 
 
@@ -208,11 +253,12 @@ def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
     world = start_world(config.device)
     result = describe_run(m.config, world, m.dtype, m.config.batch_size, command)
     result |= dict(why=m.why, peak=(m.peak, m.peak_source), benchmarks={})
-    asked = [name for name in BENCHMARKS if getattr(config, name, False)]
+    flags = {name: "pieces" if name in PIECES else name for name in BENCHMARKS}
+    asked = [name for name, flag in flags.items() if getattr(config, flag, False)]
     for name in asked or ["ladder"]:
         rows: list[dict] = []
         result["benchmarks"][name] = dict(rows=rows)
-        compare, _ = BENCHMARKS[name]
+        compare, *_ = BENCHMARKS[name]
         for row in compare(m):
             rows.append(row)
             record = json.dumps(result, indent=1)
@@ -228,19 +274,30 @@ a step: {config[batch_size]} × {config[sequence_length]:,} tokens, unless a row
 training uses {dtype} here ({why})
 peak: {tflops:,.2f} TFLOP/s, {peak[1]}
 MFU: the fraction of this peak that is reached
-× base: how many times as fast as the base, as median and range of turns side by side
+×: how many times as fast as the base or the row that is named, by turns side by side: the
+   median, and their range
 start: seconds from starting a process to the end of its first run, compilation included
 first loss: equal only for models of one kind and micro-batch, which draw the same weights"""
 
 
+def draw_climb(records: Sequence[str], picture: str) -> None:
+    save_picture(plot_climbs(records), Path(picture))
+    print(f"climb: {picture}")
+
+
 def main(args: list[str]) -> None:
     config = parse_flags(BenchConfig, args)
+    if config.beside:
+        draw_climb(config.beside, f"{config.out}.png")
+        return
     result = run_benchmarks(config, args)
     print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
     for name, benchmark in result["benchmarks"].items():
-        _, title = BENCHMARKS[name]
-        print(f"\n{title}\n{format_table(benchmark['rows'])}")
+        _, title, columns = BENCHMARKS[name]
+        print(f"\n{title}\n{format_table(benchmark['rows'], columns)}")
     print(f"\nrecord: {config.out}.json")
+    if "ladder" in result["benchmarks"]:
+        draw_climb([f"{config.out}.json"], f"{config.out}.png")
 
 
 if __name__ == "__main__":

@@ -117,11 +117,11 @@ class Worker:
 def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False) -> Iterator[dict]:
     """Yields a row for each side: medians of `rounds` turns.
 
-    A side takes turns with its base: the first side, or with `chain` the one before it. The row of
+    A side takes turns with the first side, and with `chain` also with the one before it. The row of
     a side that fails has an error, and no other side takes turns with it. Processes end as soon
     as they are not needed, to leave their memory to the others.
     """
-    base = None
+    bases: list[Worker] = []
     for side in sides:
         began = time.perf_counter()
         worker = Worker(side)
@@ -130,35 +130,47 @@ def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False
             row |= worker.first_run(device)
             row["start_s"] = time.perf_counter() - began
             print(f"{side.name}: first run after {row['start_s']:.1f} s", file=sys.stderr)
-            row |= take_turns(worker, base, rounds)
-            if base is None or chain:
-                base, worker = worker, base
+            row |= take_turns(worker, bases, rounds)
+            if chain or not bases:
+                bases.append(worker)
         except (RuntimeError, MemoryError) as error:  # out of memory, or killed for it
             row["error"] = f"{type(error).__name__}: {first_line(error)}"
-        if worker:
+        if worker not in bases:
             worker.close()
+        if len(bases) > 2:
+            bases.pop(1).close()
         yield row
-    if base:
+    for base in bases:
         base.close()
 
 
-def take_turns(worker: Worker, base: Worker | None, rounds: int) -> dict:
-    """The row of a side after turns beside its base, if it has one."""
+def take_turns(worker: Worker, bases: list[Worker], rounds: int) -> dict:
+    """The row of a side after turns beside its bases: the first side, and the one before it."""
     worker.turn()  # how long is a run?
+    turns = []
     rates = []
-    base_rates = []
-    side = worker.side
     for _ in range(rounds):
-        if base:
-            base_rates.append(base.side.amount / base.turn()["seconds"])
-        turn = worker.turn()
-        rates.append(side.amount / turn["seconds"])
-    median = statistics.median(rates)
-    row = dict(median=median, ms=1000 * side.amount / median, memory_gb=turn["memory"] / 1e9)
-    if side.peak:
-        row["MFU"] = median / side.peak
-    if base:
-        ratios = [rate / beside for rate, beside in zip(rates, base_rates, strict=True)]
-        row |= dict(speedup=statistics.median(ratios), beside=statistics.median(base_rates))
-        row |= dict(speedup_low=min(ratios), speedup_high=max(ratios))
+        turns = [each.turn() for each in (*bases, worker)]
+        sides = [each.side for each in (*bases, worker)]
+        rates.append([s.amount / turn["seconds"] for s, turn in zip(sides, turns, strict=True)])
+    *beside, own = zip(*rates, strict=True)  # of each worker, one for each round
+    median = statistics.median(own)
+    row = dict(median=median, ms=1000 * worker.side.amount / median)
+    row["memory_gb"] = turns[-1]["memory"] / 1e9
+    if worker.side.peak:
+        row["MFU"] = median / worker.side.peak
+    if beside:
+        row["beside"] = statistics.median(beside[-1])
+        row |= compare_rates("speedup", own, beside[-1])
+        row |= compare_rates("total", own, beside[0])
     return row
+
+
+def compare_rates(name: str, rates: tuple[float, ...], beside: tuple[float, ...]) -> dict:
+    """Median and range of the ratios of neighbouring turns."""
+    ratios = [rate / base for rate, base in zip(rates, beside, strict=True)]
+    return {
+        name: statistics.median(ratios),
+        f"{name}_low": min(ratios),
+        f"{name}_high": max(ratios),
+    }

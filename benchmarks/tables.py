@@ -14,6 +14,17 @@ COLUMNS = {  # of a table, where a row has them: heading and format
     "error": ("failed", ""),
 }
 
+CLIMB = {  # of the ladder, where a row's base is the row above
+    "name": ("", ""),
+    "ms": ("ms", ",.1f"),
+    "median": ("", ",.1f"),
+    "ratio": ("× row above", ""),
+    "total": ("× first row", ""),
+    "MFU": ("MFU", ".1%"),
+    "memory_gb": ("peak GB", ".2f"),
+    "error": ("failed", ""),
+}
+
 
 def show_bound(bound: float) -> str:
     """Two decimals, or more if they would hide on which side of 1 the bound is."""
@@ -40,12 +51,21 @@ def describe_ratio(row: dict) -> str:
     return f"{speedup} ({show_bound(low)} to {show_bound(high)}): {verdict}"
 
 
+def describe_total(row: dict) -> str:
+    """How many times as fast as the first row a row is, with the range."""
+    return "{total:.1f} × ({total_low:.1f} to {total_high:.1f})".format(**row)
+
+
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
     shown = []
     for key, (heading, spec) in columns.items():
         heading = rows[0]["unit"] if key == "median" else heading
-        values = [describe_ratio(row) if key == "ratio" else row.get(key) for row in rows]
+        values: list = [row.get(key) for row in rows]
+        if key == "ratio":
+            values = [describe_ratio(row) for row in rows]
+        if key == "total":
+            values = [describe_total(row) if key in row else "" for row in rows]
         cells = ["" if value is None else format(value, spec) for value in values]
         if any(cells):
             width = max(len(cell) for cell in [heading, *cells])

@@ -9,14 +9,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 
 import bench
 import plan
 from bench import BenchConfig, Machine
 from benchmarks import measure, peers
+from benchmarks.climb import PUBLISHED, plot_climbs
 from benchmarks.measure import Side
-from benchmarks.tables import describe_ratio, format_table
-from support.common import UsageError
+from benchmarks.tables import CLIMB, describe_ratio, format_table
+from support.common import UsageError, UserError
 from support.distributed import start_world
 from support.tokenizer import VOCAB_SIZE
 
@@ -70,7 +72,7 @@ def alive(monkeypatch) -> list[str]:
     class FakeWorker(HereWorker):
         def first_run(self, device):
             names.append(self.side.name)
-            assert len(names) <= 2
+            assert len(names) <= 3, "the first, the one above, and this one"
             if self.side.name not in SECONDS:
                 raise self.side.options["error"]
             return dict(loss=9.0)
@@ -106,15 +108,20 @@ def test_the_loss_written_out_and_that_of_transformers_are_the_models_own_loss(m
     assert abs(loss(theirs="hf") - math.log(VOCAB_SIZE)) < 0.5
 
 
-def test_a_rung_without_fused_attention_never_calls_its_kernel(machine):
-    def kernels(flash: bool) -> set[str]:
-        options = machine(compile=False).step("", flash=flash, keep_memory=False).options
-        with torch.profiler.profile() as profile:
-            run_here(peers.training, **options)
-        return {e.key for e in profile.key_averages() if "flash" in e.key}
+@pytest.mark.parametrize("compile", [True, False])
+def test_a_rung_without_fused_attention_never_calls_its_kernel(machine, compile):
+    """Nor does the compiler put it in again, or take the code that it compiled for the other."""
 
-    assert kernels(flash=True)
-    assert not kernels(flash=False)
+    def losses_and_kernels(flash: bool) -> tuple[float, set[str]]:
+        changes = dict(flash=flash, compile=compile, own_loss=False, keep_memory=False)
+        options = machine().step("", dtype=torch.float32, **changes).options
+        with torch.profiler.profile() as profile:
+            loss = float(run_here(peers.training, **options)["loss"])
+        return loss, {e.key for e in profile.key_averages() if "flash" in e.key}
+
+    loss, none = losses_and_kernels(flash=False)
+    same_loss, kernels = losses_and_kernels(flash=True)
+    assert kernels and not none and loss == pytest.approx(same_loss, rel=1e-5)
 
 
 def test_hot_paths_stand_beside_their_plain_versions(machine, monkeypatch, tmp_path):
@@ -126,6 +133,9 @@ def test_hot_paths_stand_beside_their_plain_versions(machine, monkeypatch, tmp_p
     (tmp_path / "examples.jsonl").write_text("\n".join(lines))
     m = machine(hellaswag_path=str(tmp_path / "examples.jsonl"), compile=False)
     m.dtype = torch.float32
+    for compare, count in (bench.compare_attention, 10), (bench.compare_adamw, 3):
+        assert [row["median"] > 0 for row in compare(m)] == count * [True]
+    assert [row["name"] for row in bench.compare_precisions(m)] == ["float32"]
     names = [row["name"] for row in bench.compare_generation(m)]
     assert names[:2] == ["transformers, 1 × 128", "ours, eager, 1 × 128"] and len(names) == 4
     one_at_a_time, batched = bench.compare_scoring(m)
@@ -148,14 +158,18 @@ def test_this_repository_stands_beside_anothers_compiled_step(machine, monkeypat
     assert not sides["transformers, eager"]["compile"]
 
 
-def climb(m: Machine, monkeypatch, fits: int) -> list[Side]:
-    """The sides of the ladder on 4 cores, where micro-batches up to `fits` have room."""
+def climb(m: Machine, monkeypatch, fits: int, gains: int = 99) -> list[Side]:
+    """The sides of the ladder on 4 cores, where micro-batches up to `fits` have room.
+
+    Those up to `gains` are faster than the one before.
+    """
     seen = []
 
     def measured(sides, *_):
         for side in sides:
             seen.append(side)
-            yield dict(error="out of memory") if side.options["B"] > fits else {}
+            B = side.options["B"]
+            yield dict(error="out of memory") if B > fits else dict(speedup=1 + (B <= gains))
 
     monkeypatch.setattr(bench, "measure", measured)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -170,20 +184,22 @@ def test_each_rung_of_the_ladder_changes_one_thing_of_the_rung_before(machine, m
         changed = [key for key, value in rung.options.items() if base.options[key] != value]
         assert len(changed) + (rung.processes != base.processes) == 1, rung.name
     names = [rung.name for rung in seen]
-    assert "+ TF32 matmuls" not in names  # this is a CPU
+    assert "+ TF32" not in names and "+ 50,304 rows (for GPUs)" in names  # this is a CPU
+    assert names.index("+ torch.compile") < names.index("+ fused attention"), "as in the lecture"
     whole = seen[names.index("+ freed memory kept")]
     assert whole.options == m.step("").options, "what training does here"
 
 
-@pytest.mark.parametrize("asked, fits, names, B", [
-    (10, 99, ["+ micro-batch of 4", "+ micro-batch of 8"], 8),
-    (0, 7, ["+ micro-batch of 4", "+ micro-batch of 8"], 4),
-    (2, 99, [], 2),
+@pytest.mark.parametrize("asked, fits, gains, names, B", [
+    (10, 99, 99, ["+ micro-batch of 4", "+ micro-batch of 8"], 8),
+    (0, 7, 99, ["+ micro-batch of 4", "+ micro-batch of 8"], 4),
+    (0, 99, 2, ["+ micro-batch of 4"], 4),
+    (2, 99, 99, [], 2),
 ])  # fmt: skip
-def test_micro_batches_grow_until_one_fails_and_processes_have_the_largest_that_fits(
-    machine, monkeypatch, asked, fits, names, B
+def test_micro_batches_grow_while_they_fit_and_gain_and_processes_have_the_largest(
+    machine, monkeypatch, asked, fits, gains, names, B
 ):
-    seen = climb(machine(max_batch=asked), monkeypatch, fits)
+    seen = climb(machine(max_batch=asked), monkeypatch, fits, gains)
     *_, two, four = seen
     assert [side.name for side in seen if "micro-batch" in side.name] == names
     assert (two.name, four.name, four.processes) == ("2 processes", "4 processes", 4)
@@ -197,6 +213,10 @@ def test_ratios_are_of_turns_side_by_side_and_have_their_range(alive):
     assert [row["speedup"] for row in rows[1:]] == pytest.approx([2 / 1.01, 2 / 1.01])
     assert rows[1]["speedup_low"] <= rows[1]["speedup"] <= rows[1]["speedup_high"]
     assert rows[1]["MFU"] == pytest.approx(rows[1]["median"] / 160)
+    assert [row["total"] for row in rows[1:]] == pytest.approx([2 / 1.01, 4 / 1.01**2])
+    assert "4.0 × (3.9 to 3.9)" in format_table(
+        rows, CLIMB
+    ) or "3.9 × (3.9 to 3.9)" in format_table(rows, CLIMB)
     assert "speedup" not in rows[0] and rows[0]["loss"] == 9.0 and rows[0]["memory_gb"] == 1
     rows = fake_rows("a", "b", "c", chain=False)
     assert rows[2]["speedup"] == pytest.approx(4 / 1.01), "without a chain the first is the base"
@@ -232,6 +252,30 @@ def test_a_result_is_written_as_a_table_and_json_which_plan_reads(monkeypatch, c
     assert one["loss"] > 0 and two["name"] == "2 processes" and two["speedup"] > 0
     read = plan.read_mfu(str(tmp_path / "here.json"), re.escape(result["device"]["name"]))
     assert read[0] == max(one["MFU"], two["MFU"]) > 0
+    assert f"climb: {tmp_path}/here.png" in printed and (tmp_path / "here.png").exists()
+
+
+def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_measured(
+    monkeypatch, capsys, tmp_path
+):
+    monkeypatch.setattr(bench, "run_benchmarks", None)
+    record = str(ROOT / "benchmarks" / "cpu-ladder.json")
+    bench.main(["--beside", record, record, "--out", str(tmp_path / "both")])
+    assert capsys.readouterr().out == f"climb: {tmp_path}/both.png\n"
+    [axis] = plot_climbs([record, record]).axes
+    words = [text.get_text() for text in axis.texts]
+    assert len([word for word in words if "measured by bench.py" in word]) == 2
+    assert "3,046,409   4,723.1 ×" in words and "16,384 (1,000 ms)" in words
+    with pytest.raises(UserError, match=r"name a record of bench.py's ladder"):
+        plot_climbs([ROOT / "benchmarks" / "cpu-against.json"])
+
+
+def test_published_milliseconds_and_tokens_a_second_agree():
+    climbs = json.loads(PUBLISHED.read_text())["climbs"]
+    in_ms = [row for climb in climbs for row in climb["rows"] if "ms" in row]
+    assert in_ms and all(climb["source"] for climb in climbs)
+    for row in in_ms:
+        assert row["tokens_per_sec"] == round(16 * 1024 / row["ms"] * 1000)
 
 
 def test_when_time_ends_the_rows_that_are_there_are_in_the_record(machine, monkeypatch, tmp_path):
