@@ -1,4 +1,5 @@
 # Two commands on a bare machine with Python 3.10 or newer: make quickstart, make test.
+# FLAGS="--device cpu" adds to the flags of the quickstart's training.
 PYTHON ?= python3
 PY := .venv/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
@@ -7,7 +8,7 @@ PIP := $(PY) -m pip install -qq --disable-pip-version-check
 CARRIED := tyro==1.0.17 docstring-parser==0.18.0 typeguard==4.6.0
 
 .PHONY: setup quickstart test coverage torture bench paper wheels clean
-.PHONY: gpu gpu-tests gpu-run gpu-speed gpu-large
+.PHONY: gpu gpu-tests gpu-run gpu-climb gpu-speed gpu-large
 
 setup:
 	@if [ .venv/requirements -nt requirements.txt ]; then echo "setup: .venv is there and up to date"; else $(MAKE) -s .venv/requirements; fi
@@ -26,7 +27,7 @@ setup:
 
 quickstart: setup
 	@$(PY) fineweb.py --source tinyshakespeare --vocab-size 1024 --data-dir data/tinyshakespeare
-	@$(PY) train_gpt2.py --preset quickstart --resume auto
+	@$(PY) train_gpt2.py --preset quickstart --resume auto $(FLAGS)
 
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .

@@ -50,7 +50,7 @@ class BenchConfig:
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 1 on a CPU, 16 on a GPU
-    sequence_length: Count = 1024  # T
+    sequence_length: Count = 1024  # tokens of a sequence, T
     max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 16 on a CPU, 128 on a GPU
     rounds: Count = 3  # how often each side is measured, in alternation
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it

@@ -130,6 +130,28 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
         warmup_steps=358,  # 375M tokens
     ),
     "gpt3-125m": dict(sequence_length=2048),
+    "gpt3-350m": dict(
+        **GPT2_SIZES["gpt2-medium"],
+        sequence_length=2048,
+        learning_rate=3e-4,
+    ),
+    "gpt3-760m": dict(
+        n_layer=24,
+        n_head=16,
+        n_embd=1536,
+        sequence_length=2048,
+        learning_rate=2.5e-4,
+    ),
+    "gpt3-1.3b": dict(
+        n_layer=24,
+        n_head=16,  # of 128; the paper's 24 do not divide n_embd
+        n_embd=2048,
+        sequence_length=2048,
+        learning_rate=2e-4,
+        total_batch_size=1048576,
+        max_steps=9536,
+        warmup_steps=358,  # 375M tokens
+    ),
     # AdamW's learning rate: Muon's update is scaled to the size of AdamW's.
     "gpt2-muon": dict(optimizer="muon"),
     # three minutes on two CPU cores, on Tiny Shakespeare

@@ -14,6 +14,7 @@ from tqdm import tqdm
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite
+from support import published
 from support.common import UserError, say
 from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
@@ -50,7 +51,7 @@ class Evaluations:
         schedule["samples"] = (config.sample_every, self.print_samples)
         return schedule
 
-    def measure_loss(self, loader: DataLoaderLite, _step: int) -> dict[str, Any]:
+    def measure_loss(self, loader: DataLoaderLite, step: int) -> dict[str, Any]:
         loss, bits_per_byte, nats_per_character = validate(
             model=self.model,
             loader=loader,
@@ -65,6 +66,8 @@ class Evaluations:
             values["bits_per_byte"] = bits_per_byte
             values["nats_per_character"] = nats_per_character
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
+        if published.is_recipe(vars(self.config)) and not self.config.eval_only:
+            figures["published runs:"] = published.describe_place(step, loss)
         return {**values, "figures": figures}
 
     def score_hellaswag(self, examples: hellaswag.Prepared, _step: int) -> dict[str, Any]:

@@ -58,10 +58,10 @@ def find_official() -> Path:
 
 
 def iterate_examples(path: str | Path = "") -> Iterator[Example]:
-    """Yields the examples of a jsonl file, by default of the official one. Raises UserError."""
+    """Yields the examples of a jsonl file; "val", or none: the official one. Raises UserError."""
     advice = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
     with reading("HellaSwag", advice):
-        path = path or find_official()
+        path = find_official() if path in ("", "val") else path
         lines = Path(path).read_bytes().splitlines()
     if not any(lines):
         raise UserError(f"{path} is empty: download it again")

@@ -87,6 +87,20 @@ def decay_groups(params: list[nn.Parameter], weight_decay: float) -> list[dict[s
     return [group for group in groups if group["params"]]
 
 
+def describe_optimizers(optimizers: list[Optimizer]) -> str:
+    """What each optimizer updates, in words: its tensors, their numbers, and whether they decay."""
+    words = []
+    for optimizer in optimizers:
+        fused = " (fused)" if optimizer.defaults.get("fused") else ""
+        groups = [
+            f"{len(group['params'])} tensors with {sum(p.numel() for p in group['params']):,} "
+            f"numbers {'decay' if group['weight_decay'] else 'do not'}"
+            for group in optimizer.param_groups
+        ]
+        words.append(f"{type(optimizer).__name__}{fused}, {', '.join(groups)}")
+    return "; ".join(words) + " (padding included)"
+
+
 class Muon(torch.optim.Muon):
     """PyTorch's Muon, but each process orthogonalizes only its share of the matrices."""
 

@@ -43,6 +43,10 @@ LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
 # Dollars per GPU-hour: an assumption of ours, roughly what on-demand clouds listed in 2025
 RENT = {"H100": 2.5}
 
+PUBLISHED_MFU = (0.29, 0.41)  # docs/reproduction.md has their sources
+SAMPLING = 1.2e-3  # seconds of a layer for a token, eager: an assumption
+PICTURE = 1.5  # seconds for which all GPUs wait
+
 
 @dataclass
 class PlanConfig(TrainConfig):
@@ -51,7 +55,8 @@ class PlanConfig(TrainConfig):
     vocab_size: CountOrZero = 0  # vocabulary size; 0 = that of data_dir if it exists, else GPT-2's
     gpus: Count = 1  # how many GPUs, each with its own process
     gpu: str = "H100"  # H100 | H200 | B200 | A100 | L4 | RTX-4090 | …; a wrong name lists them all
-    mfu: Fraction = 0.4  # the fraction of the GPU's published peak that training reaches: a guess
+    # the fraction of the GPU's published peak that training reaches: published are 29% to 41%
+    mfu: Fraction = 0.4
     record: str = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
     tokens_per_second: Amount = 0.0  # the measured speed of all GPUs together; 0 = from the MFU
     price: Amount = 0.0  # dollars per GPU-hour: look up yours; 0 = 2.5 for an H100, else unknown
@@ -83,12 +88,12 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     if llm_c := LLM_C.get((shape.n_layer, shape.n_embd)):
         per_parameter += f" (llm.c: {1e9 * llm_c / N:.0f}, of {llm_c}B)"
     rate, source = find_rate(config, GPUS[config.gpu], model.flops_per_token(shape.block_size))
-    # Validations come at step 0, …, at the end. A token without a backward pass takes a third.
-    validations = 1 + math.ceil(config.max_steps / config.val_every) if config.val_every else 0
-    seconds = (tokens + validations * config.val_tokens / 3) / rate
+    seconds = estimate_seconds(config, rate)
     saved = state_memory(model, config, width=4)
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
-    kept = config.keep_checkpoints + 1 + (validations > 0)  # one being written, and the best one
+    kept = (
+        config.keep_checkpoints + 1 + (config.val_every > 0)
+    )  # one being written, and the best one
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
     return {
         "parameters": (f"{N:,}", ""),
@@ -96,7 +101,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         "tokens per parameter": (per_parameter, ""),
         **plan_memory(config, model, GPUS[config.gpu][1]),
         "speed": (f"{rate:,.0f} tokens/s", source),
-        **plan_cost(config, seconds),
+        **plan_cost(config, seconds, find_range(config, rate)),
         "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
         "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
     }
@@ -151,7 +156,35 @@ def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tup
     }
 
 
-def plan_cost(config: PlanConfig, seconds: float) -> dict[str, tuple[str, str]]:
+def estimate_seconds(config: PlanConfig, rate: float) -> float:
+    """Seconds of the whole run at this many tokens a second of all GPUs, without start-up."""
+
+    def how_many(every: int) -> int:  # at step 0, …, at the end
+        return 1 + math.ceil(config.max_steps / every) if every else 0
+
+    tokens = float(config.max_steps * config.total_batch_size)
+    # a token without a backward pass takes a third
+    tokens += how_many(config.val_every) * config.val_tokens / 3
+    # 2M tokens; small batches of four rows are as slow as if they were trained on
+    tokens += (
+        how_many(config.hellaswag_every) * 2_000_000 * (config.hellaswag_limit or 10042) / 10042
+    )
+    seconds = tokens / rate
+    seconds += how_many(config.sample_every) * config.sample_tokens * config.n_layer * SAMPLING
+    pictures = seconds / 120 if config.val_every else 0  # one every two minutes
+    return seconds + pictures * PICTURE
+
+
+def find_range(config: PlanConfig, rate: float) -> str:
+    """The time of the run at the lowest and highest MFU that others published, in words."""
+    if {"mfu", "record", "tokens_per_second"} & config.typed:
+        return ""
+    low, high = (estimate_seconds(config, rate / config.mfu * mfu) for mfu in PUBLISHED_MFU[::-1])
+    percent = " to ".join(f"{mfu:.0%}" for mfu in PUBLISHED_MFU)
+    return f"; at the published MFUs, {percent}: {duration(low)} to {duration(high)}"
+
+
+def plan_cost(config: PlanConfig, seconds: float, range: str) -> dict[str, tuple[str, str]]:
     """The time and, if the rent is known, the cost in words. Under a minute, nothing is exact."""
     under = "under " if seconds < 60 else ""
     seconds = max(60, seconds)
@@ -160,7 +193,7 @@ def plan_cost(config: PlanConfig, seconds: float) -> dict[str, tuple[str, str]]:
         whose = "" if config.price else "our assumption, "
         note = f"at ${price:.2f} per GPU-hour, {whose}see --price"
         cost = (f"{under}${price * config.gpus * seconds / 3600:,.2f}", note)
-    time = (f"{under}{duration(seconds)}", "with validation, but not HellaSwag, samples, start-up")
+    time = (f"{under}{duration(seconds)}", f"with evaluations{range}")
     return {"time": time, "cost": cost}
 
 

@@ -1,21 +1,24 @@
 """Generations from a checkpoint or a pretrained GPT-2.
 
+python sample.py                  five short samples of the newest checkpoint below log/, else gpt2
+python sample.py --interactive                             asks for prompts
 python sample.py --model log/quickstart/ckpt_001200 --prompt "ROMEO:"
-python sample.py --model log/quickstart/ckpt_001200    in a terminal: reads prompts until Ctrl-D
 """
 
 import json
 import sys
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 
 from model import GPT
+from support.checkpoint import newest_checkpoint
 from support.common import (
     Amount,
-    Count,
+    CountOrZero,
     Range,
     UsageError,
     UserError,
@@ -27,6 +30,7 @@ from support.compile import why_not_compile
 from support.device import pick_device, pick_dtype
 from support.generation import compile_step, stream_texts
 from support.hf import check_vocabulary
+from support.log import read_metrics
 from support.tokenizer import replace_surrogates
 
 PROMPT = "Hello, I'm a language model,"
@@ -37,10 +41,13 @@ ROWS = 64  # samples in a batch
 class SampleConfig:
     """Continues a prompt. A single sample is printed token by token, several batch by batch."""
 
-    model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
-    prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: asks for it
-    num_samples: Count = 1  # continuations of each prompt
-    max_new_tokens: Count = 100  # tokens to add, at most
+    # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt; default: the newest
+    # checkpoint below log/ if there is one and no --prompt, else gpt2
+    model: str = ""
+    prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: the run's own
+    interactive: bool = False  # asks for prompts until Ctrl-D
+    num_samples: CountOrZero = 0  # continuations of each prompt; 0 = 1, or 5 of the run's own
+    max_new_tokens: CountOrZero = 0  # tokens to add, at most; 0 = 100, or 30 after the run's own
     temperature: Amount = 0.9  # 0 always takes the likeliest token
     top_k: Annotated[int, Range(0)] = 50  # draw from the k likeliest tokens; 0 = from all
     # draw only from the likeliest tokens that together have this probability
@@ -85,10 +92,28 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
                 print(f"--- sample {i}\n{prompt}{text}")
 
 
+def fill_in(config: SampleConfig) -> SampleConfig:
+    """The settings with what was left open: without a prompt, as the run had its own samples."""
+    is_bare = config.prompt is None and not config.interactive
+    newest = newest_checkpoint() if config.prompt is None else None
+    model = config.model or str(newest or "gpt2")
+    records = read_metrics(Path(model).parent / "metrics.jsonl")
+    own = records[0].get("config", {}).get("sample_prompt") if records else None
+    return replace(
+        config,
+        model=model,
+        prompt=(own or PROMPT) if is_bare else config.prompt,
+        num_samples=config.num_samples or (5 if is_bare else 1),
+        max_new_tokens=config.max_new_tokens or (30 if is_bare else 100),
+    )
+
+
 def main(args: list[str]) -> None:
     config = parse_flags(SampleConfig, args)
-    ask = config.prompt is None and sys.stdin.isatty() and sys.stdout.isatty()
-    prompts = read_prompts(PROMPT if config.prompt is None else config.prompt)
+    if config.interactive and config.prompt is not None:
+        raise UsageError("--interactive asks for prompts: leave --prompt out")
+    config = fill_in(config)
+    prompts = [] if config.prompt is None else read_prompts(config.prompt)
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")
@@ -104,7 +129,7 @@ def main(args: list[str]) -> None:
         stop=config.stop,
         generator=torch.Generator(device).manual_seed(config.seed % 2**64),
     )
-    if ask:
+    if config.interactive:
         print("Type a prompt and Enter. Ctrl-D ends.")
         with suppress(EOFError):
             while True:

@@ -17,7 +17,7 @@ import torch
 from config import TrainConfig, check, parse_command_line, refuse_other_sizes, wrong_vocabulary
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
-from optim import clip_gradients
+from optim import clip_gradients, describe_optimizers
 from support import checkpoint, device, divergence, hf, plots, report, resume, sharding
 from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
@@ -158,6 +158,7 @@ def build_run(
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
     wrapped_model = sharding.wrap(model, world)
     optimizers = build_optimizers(config, model, world)
+    world.say(f"optimizer: {describe_optimizers(optimizers)}")
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     with world.fail_together():
@@ -276,7 +277,7 @@ def evaluate_if_due(run: Run) -> bool:
     due = {
         name: measure
         for name, (every, measure) in run.evaluations.schedule.items()
-        if is_due(progress.step, every, run.config) and (progress.step or name != "samples")
+        if is_due(progress.step, every, run.config)
     }
     if not due:
         return False

@@ -15,11 +15,10 @@ def read_climb(path: str | Path) -> dict:
     """The ladder of a record of bench.py, as one of the published climbs. Raises UserError."""
     with reading(path, "name a record of bench.py's ladder"):
         record = json.loads(Path(path).read_text())
+        machine = f"{record['device']['name']}, {record['dtype']}, B = {record['batch_size']}"
         rows = record["benchmarks"]["ladder"]["rows"]
-        config = record["config"]
-        name = f"{record['device']['name']}, B = {config['batch_size']}: measured by bench.py"
-        speeds = {row["name"]: row["median"] for row in rows if "median" in row}
-    return dict(name=name, rows=[dict(name=n, tokens_per_sec=s) for n, s in speeds.items()])
+        measured = [row | {"tokens_per_sec": row["median"]} for row in rows if "median" in row]
+    return dict(name=f"{machine}: measured", rows=measured)
 
 
 def plot_climbs(records: Sequence[str | Path]) -> Any:
@@ -27,6 +26,7 @@ def plot_climbs(records: Sequence[str | Path]) -> Any:
     published = json.loads(PUBLISHED.read_text())["climbs"]
     climbs = [*map(read_climb, records), *published]
     climbs.sort(key=lambda climb: climb["rows"][0]["tokens_per_sec"])
+    lowest = 0.9 * climbs[0]["rows"][0]["tokens_per_sec"]
     num_lines = sum(len(climb["rows"]) + 2 for climb in climbs)
     figure, [axis] = plots.new_figure(1, 1, 0.7 + 0.19 * num_lines)
     at_left = axis.get_yaxis_transform()
@@ -38,14 +38,14 @@ def plot_climbs(records: Sequence[str | Path]) -> Any:
         for row in climb["rows"]:
             y += 1
             rate = row["tokens_per_sec"]
-            shown = f"{rate:,.0f}" + (f" ({row['ms']:,} ms)" if "ms" in row else "")
-            gain = f"   {rate / first:,.1f} ×" if rate != first else ""
+            shown = f"{rate:,.0f}" + (f" ({row['ms']:,.0f} ms)" if "ms" in row else "")
+            gain = f"   {row.get('total', rate / first):,.1f} ×" if rate != first else ""
             axis.text(-0.34, y, row["name"], transform=at_left, va="center")
             axis.plot([first, rate], [y, y], color=color, linewidth=1)
             axis.plot(rate, y, "o", color=color, ms=5)
             axis.annotate(shown + gain, (rate, y), (7, 0), textcoords="offset points", va="center")
         y += 2
-    axis.set(xscale="log", xlim=(80, 6e7), ylim=(y - 1, -1), yticks=[])
+    axis.set(xscale="log", xlim=(lowest, 6e7), ylim=(y - 1, -1), yticks=[])
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set_xlabel("tokens/s, GPT-2 124M (×: times the first row)")
     axis.set_title("From a laptop to 8 H100s: the published climbs, and this machine")

@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+from benchmarks.climb import plot_climbs
 from benchmarks.minutes import plot_minutes
 from compare import plot_comparison
 from support.plots import plot_run, plot_samples, save_picture
@@ -20,6 +21,8 @@ def draw(root: Path) -> None:
     save_picture(plot_run(root / "runs" / "quickstart"), root / "runs" / "quickstart" / "loss.svg")
     plot_run(laptop)
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
+    ladders = sorted((root / "benchmarks").glob("*-ladder.json"))
+    save_picture(plot_climbs(ladders), root / "benchmarks" / "climb.svg")
     for pattern, (plot, suffixes) in PLOTS.items():
         for record in (root / "benchmarks").glob(f"{pattern}.json"):
             figure = plot(json.loads(record.read_text()))

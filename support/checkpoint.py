@@ -80,6 +80,12 @@ def checkpoints(log_dir: str | Path) -> list[Path]:
     return sorted(paths, key=step_of)
 
 
+def newest_checkpoint(folder: str = "log") -> Path | None:
+    """Of all runs below a folder, the checkpoint that was written last."""
+    paths = [path for path in Path(folder).rglob("ckpt_*") if NAME.fullmatch(path.name)]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
+
+
 def step_of(path: Path) -> int:
     return int(path.name.removeprefix("ckpt_"))
 

@@ -209,20 +209,29 @@ def starts_of(records: list[dict]) -> list[dict]:
 
 
 def read_run(directory: str | Path, **config: Any) -> LoggedRun:
-    """Reads a run's directory. `config` describes a run that has only a log.txt:
+    """Reads a run's directory, or a log like log.txt. `config` describes a run that has only that:
 
     read_run("build-nanogpt/log", data_dir="edu_fineweb10B", total_batch_size=524288, n_layer=12)
     """
     directory = Path(directory)
+    if directory.is_file():
+        return LoggedRun(directory.stem, read_log(directory), [], config)
     records = read_metrics(directory / "metrics.jsonl")
     first = records[0] if records else {}
     config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
 
 
+def examples_of(run: LoggedRun) -> int:
+    """How many HellaSwag examples a run was scored on; all, if it has only a log.txt."""
+    _, totals = run.series("total", "hella")
+    return totals[-1] if totals else 10042
+
+
 def read_runs(*patterns: str) -> list[LoggedRun]:
-    """Reads the runs in all matching directories: read_runs("runs/*", "log/quickstart")."""
-    logs = [Path(log) for pattern in patterns for log in sorted(glob(f"{pattern}/log.txt"))]
-    if not logs:
+    """Reads all matching directories and logs: read_runs("runs/*", "log/quickstart", "a.txt")."""
+    paths = [Path(path) for pattern in patterns for path in sorted(glob(pattern))]
+    paths = [path for path in paths if path.suffix == ".txt" or (path / "log.txt").exists()]
+    if not paths:
         raise FileNotFoundError(f"no run in {patterns}: make quickstart makes log/quickstart")
-    return [read_run(log.parent) for log in logs]
+    return [read_run(path) for path in paths]

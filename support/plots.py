@@ -2,17 +2,25 @@
 
 import gc
 import io
-import json
 import textwrap
 from collections.abc import Callable
-from itertools import cycle
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from support.common import first_line, say, write_whole
-from support.log import LoggedRun, read_run, starts_of
+from support.log import LoggedRun, examples_of, read_run, starts_of
+from support.published import (
+    FEWEST_EXAMPLES,
+    OPENAI,
+    beside_openai,
+    is_recipe,
+    published_band,
+    size_of,
+    text_of,
+)
 
 # Colour-blind readers can tell these apart. Their contrast is above 3.8 on GitHub's light pages and
 # on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
@@ -20,9 +28,8 @@ BLUE = "#2f81b7"
 RED = "#d55e00"
 GREY = "#727a83"  # also of the text, see gpt2.mplstyle
 COLORS = (BLUE, RED, "#008f68", "#b5559f", GREY)  # the third is green, the fourth purple
-
-OPENAI: dict = json.loads((Path(__file__).parent.parent / "assets" / "openai.json").read_text())
-FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
+# of many runs in one picture: no two look the same
+STYLES = [dict(linestyle=dash, color=color) for dash, color in product(("-", ":", "-."), COLORS)]
 TEXTS = dict(tinyshakespeare="Tiny Shakespeare", stdlib="Python's library", python="Python source")
 
 
@@ -114,31 +121,26 @@ def save_picture(figure: Any, path: Path) -> None:
     write_whole(path, picture.getvalue())
 
 
-def text_of(run: LoggedRun) -> str:
-    """The name of the text that a run trains on. Losses on different texts are not compared."""
-    return Path(run.config.get("data_dir", "?")).name
-
-
 def title_of(run: LoggedRun) -> str:
     """The text that a run trains on, and the size of its model where that was recorded."""
-    text = (TEXTS | {"?": run.name}).get(text_of(run), text_of(run))
+    text = name_text(run)
     millions = next((r["parameters"] for r in run.records if "parameters" in r), 0) / 1e6
     return f"{text}, {millions:.{int(millions < 10)}f} million parameters" if millions else text
 
 
-def size_of(run: LoggedRun) -> str:
-    """OpenAI's name for a model of this size, "" if there is none."""
-    shape = f"{run.config.get('n_layer', 12)} x {run.config.get('n_embd', 768)}"
-    return OPENAI["sizes"].get(shape, "")
+def name_text(run: LoggedRun) -> str:
+    """In words, what a run trains on; the run's own name where that was not recorded."""
+    text = text_of(run.config)
+    return (TEXTS | {"?": run.name}).get(text, text)
 
 
 def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     """Draws the runs on each text in a panel of its own. draw: draw_loss or draw_hellaswag."""
-    texts = list(dict.fromkeys(map(text_of, runs)))
+    texts = list(dict.fromkeys(map(name_text, runs)))
     figure, axes = new_figure(len(texts), 1)
     for axis, text in zip(axes, texts, strict=True):
-        draw(axis, [run for run in runs if text_of(run) == text])
-        axis.set_title(TEXTS.get(text, text))
+        draw(axis, [run for run in runs if name_text(run) == text])
+        axis.set_title(text)
     return figure
 
 
@@ -146,18 +148,21 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
     levels = {}
-    for size in map(size_of, runs):
-        if loss := OPENAI["val_loss"].get(text_of(runs[0]), {}).get(size):
+    for size in (size_of(run.config) for run in runs):
+        if loss := OPENAI["val_loss"].get(text_of(runs[0].config), {}).get(size):
             levels[f"OpenAI's {size} {loss:.3f}"] = loss
     draw_levels(axis, levels)
     tops = list(levels.values())
-    for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
+    units = scale_x(axis, runs)
+    draw_band(axis, runs, "val", units)
+    for run, unit, style in zip(runs, units, STYLES, strict=False):
+        color = style["color"]
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
             mean, deviation = average(losses)
             few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
             label = f"training {mean[-1]:.2f}" if alone else None
-            axis.plot(steps[few] * unit, mean[few], color=color, label=label)
+            axis.plot(steps[few] * unit, mean[few], **style, label=label)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
                 resumes = [record["step"] for record in starts_of(run.records)[1:]]
@@ -175,14 +180,25 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             label = f"{name} {losses[-1]:.3f}"
             tops.append(losses[in_view(run, steps)].max())
             seen = losses <= max(tops)
-            style = dict(markersize=5, clip_on=False)
-            ink = RED if alone else color
-            axis.plot(steps[seen] * unit, losses[seen], "o-", color=ink, label=label, **style)
+            ink = dict(color=RED if alone else color, linestyle=style["linestyle"])
+            dots = dict(marker="o", markersize=5 if len(steps) < 40 else 3, clip_on=False)
+            axis.plot(steps[seen] * unit, losses[seen], label=label, **ink, **dots)
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
     axis.set_ylabel("loss (nats per token)")
     label_lines(axis)
+
+
+def draw_band(axis: Any, runs: list[LoggedRun], stream: str, units: list[float]) -> None:
+    """Draws the published runs of the recipe as a pale band, if one of these runs is of it."""
+    for run, unit in zip(runs, units, strict=True):
+        if is_recipe(run.config):
+            steps, low, high = published_band(stream)
+            name = f"published {low[-1]:.3f} to {high[-1]:.3f}"
+            axis.fill_between(steps * unit, low, high, color=GREY, alpha=0.35, linewidth=0)
+            axis.plot(steps[-1:] * unit, high[-1:], color=GREY, label=name)
+            return
 
 
 def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
@@ -200,12 +216,6 @@ def draw_levels(axis: Any, levels: dict[str, float]) -> None:
         axis.axhline(y, linestyle="--", color=GREY, linewidth=1, label=name)
 
 
-def examples_of(run: LoggedRun) -> int:
-    """How many HellaSwag examples a run was scored on; all, if it has only a log.txt."""
-    _, totals = run.series("total", "hella")
-    return totals[-1] if totals else 10042
-
-
 def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
     """The runs with a HellaSwag score on enough examples to show more than luck."""
     return [run for run in runs if "hella" in run.streams and examples_of(run) >= FEWEST_EXAMPLES]
@@ -214,14 +224,16 @@ def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
 def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws HellaSwag accuracy with its standard error. Dashed: chance, OpenAI's models."""
     levels = {"chance": 0.25}
-    for size in filter(None, map(size_of, runs)):
+    for size in filter(None, (size_of(run.config) for run in runs)):
         for family, scores in OPENAI["hellaswag"].items():
             levels[f"OpenAI's {family} {size}"] = scores[size]
     draw_levels(axis, levels)
-    for run, unit, color in zip(runs, scale_x(axis, runs), cycle(COLORS)):
+    units = scale_x(axis, runs)
+    draw_band(axis, runs, "hella", units)
+    for run, unit, style in zip(runs, units, STYLES, strict=False):
         steps, scores = map(np.array, run.streams["hella"])
         error = np.sqrt(scores * (1 - scores) / examples_of(run))
-        axis.errorbar(steps * unit, scores, error, fmt="o-", color=color, ms=3, clip_on=False)
+        axis.errorbar(steps * unit, scores, error, marker="o", ms=3, clip_on=False, **style)
         axis.lines[-1].set_label(f"{run.name} {scores[-1]:.3f}")
     axis.set_ylabel("HellaSwag accuracy (normalized)")
     label_lines(axis)
@@ -252,19 +264,37 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     return figure
 
 
+def plot_by_time(runs: list[LoggedRun]) -> Any:
+    """Draws training loss, averaged, by hours from the start; only where times were recorded."""
+    timed = [run for run in runs if run.series("wall")[0]]
+    figure, [axis] = new_figure(1, 1, 3.4)
+    for run, style in zip(timed, STYLES, strict=False):
+        _, losses = run.series("loss")
+        hours = np.array(run.series("wall")[1])[: len(losses)] / 3600
+        mean, _ = average(np.array(losses))
+        axis.plot(hours[len(hours) // 100 :], mean[len(hours) // 100 :], label=run.name, **style)
+    label_x(axis, "hours, evaluations and interruptions included")
+    axis.set(ylabel="training loss (nats per token)", title="The same runs by time")
+    axis.legend()
+    return figure
+
+
 def plot_training(runs: list[LoggedRun]) -> Any:
-    """Draws learning rate, gradient norm and throughput by step."""
+    """Draws learning rate, gradient norm, throughput, MFU and memory by step, where recorded."""
     scale = "log" if len(runs) > 1 else "linear"
     panels = [("lr", "learning rate", scale), ("norm", "gradient norm, unclipped", scale)]
-    panels.append(("tokens_per_sec", "tokens/s", "linear"))
+    panels += [("tokens_per_sec", "tokens/s", "linear"), ("mfu", "MFU", "linear")]
+    panels.append(("memory", "peak memory, bytes", "linear"))
+    panels = [panel for panel in panels if any(run.series(panel[0])[0] for run in runs)]
     figure, axes = new_figure(len(panels), 1, height=2.2)
     for axis, (field, title, yscale) in zip(axes, panels, strict=True):
-        for run, color in zip(runs, cycle(COLORS)):
-            axis.plot(*run.series(field), color=color, linewidth=1, label=run.name)
+        for run, style in zip(runs, STYLES, strict=False):
+            axis.plot(*run.series(field), linewidth=1, label=run.name, **style)
         axis.set(ylabel=title, yscale=yscale)
         label_x(axis, "step")
         axis.legend()
-    axes[-1].set_ylim(bottom=0)
+        if yscale == "linear":
+            axis.set_ylim(bottom=0)
     return figure
 
 
@@ -272,14 +302,18 @@ def plot_training(runs: list[LoggedRun]) -> Any:
 
 
 def table_of_runs(runs: list[LoggedRun]) -> Any:
-    """A row for each run: its size, length and last losses; HellaSwag with its examples."""
+    """A row for each run: its size, length and best scores; OpenAI's beside them where known."""
     import pandas
 
     settings = ("data_dir", "n_layer", "n_embd", "total_batch_size", "max_steps")
     rows = []
     for run in runs:
         row: dict = {"run": run.name} | {name: run.config.get(name) for name in settings}
-        row |= {stream: values[-1] for stream, (_, values) in run.streams.items()}
+        scores = beside_openai(run.config, run.streams, examples_of(run))
+        for name, (own, theirs) in scores.items():
+            row[name] = own
+            if theirs:
+                row |= {f"{name}, OpenAI's": theirs, f"{name}, difference": own - theirs}
         if "hella" in run.streams:
             row["examples"] = examples_of(run)
         rows.append(row)

@@ -16,7 +16,8 @@ import torch
 
 from support.common import counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
-from support.log import read_metrics, starts_of
+from support.log import examples_of, read_metrics, read_run, starts_of
+from support.published import beside_openai
 from support.tokenizer import Tokenizer, gpt2
 
 if TYPE_CHECKING:
@@ -89,6 +90,15 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
         "## Commands",
         indent(commands, "    "),  # code, in Markdown
     ]
+    run = read_run(log_dir)
+    scores = beside_openai(run.config, run.streams, examples_of(run)).items()
+    if any(theirs for _, (_, theirs) in scores):
+        parts.append("## Beside OpenAI's model of this size")
+        lines = ["| | this run | OpenAI's | difference |", "|---|---|---|---|"]
+        for name, (own, theirs) in scores:
+            cells = f"{theirs:.4f} | {own - theirs:+.4f}" if theirs else " | "
+            lines.append(f"| {name} | {own:.4f} | {cells} |")
+        parts.append("\n".join(lines))
     samples = of_type(records, "samples")
     for record in samples[:1] + samples[1:][-1:]:
         parts.append(f"## Samples after {record['step']:,} updates")
@@ -122,7 +132,7 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         if last.get("best"):
             rows["best checkpoint"] = describe_best(last["best"])
     for record in records:  # the last evaluation of each kind
-        rows |= record.get("figures", {})
+        rows |= {name.rstrip(":"): figure for name, figure in record.get("figures", {}).items()}
         if record.get("nats_per_character"):
             rows["nats/character"] = f"{record['nats_per_character']:.4f}"
     machine = about["device"]

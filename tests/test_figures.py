@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT, run_program
 
 from benchmarks import minutes
-from benchmarks.tables import format_table
+from benchmarks.tables import CLIMB, COLUMNS, format_table
 from support.common import duration
 from support.log import read_metrics
 from support.report import of_type
@@ -157,16 +157,12 @@ def test_pages_are_short():
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_page_of_benchmarks_shows_each_record(name):
     record = read_json(name)
-    [found] = record["benchmarks"].values()
-    quotes = [
-        f"revision {record['git']}.",
-        f"`{record['command']}`, {record['peak'][0] / 1e12:.2f} TFLOP/s.",
-        format_table(found["rows"]),
-    ]
+    speed = f"{record['peak'][0] / 1e12:.2f} TFLOP/s, revision {record['git']}"
+    quotes = [f"`{record['command']}`, {speed}"]
+    for benchmark, found in record["benchmarks"].items():
+        quotes.append(format_table(found["rows"], CLIMB if benchmark == "ladder" else COLUMNS))
     assert not [quote for quote in quotes if quote not in PAGE]
 
 
-def test_the_page_of_benchmarks_is_of_one_revision_and_short():
-    assert BENCHMARKS
-    assert len({read_json(name)["git"] for name in BENCHMARKS}) == 1
-    assert len(PAGE.splitlines()) <= 120
+def test_the_page_of_benchmarks_is_short():
+    assert BENCHMARKS and len(PAGE.splitlines()) <= 160

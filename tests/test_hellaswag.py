@@ -316,7 +316,7 @@ HALF = (200, CONTENT[:99], len(CONTENT))
 def test_a_split_is_downloaded_once_from_a_server_that_may_be_busy(server, answers):
     server.answers = answers
     for _ in range(2):
-        assert list(iterate_examples()) == [GOOD] * 50
+        assert list(iterate_examples("val")) == [GOOD] * 50
     assert server.asked == ["/hellaswag_val.jsonl"] * len(answers)
 
 

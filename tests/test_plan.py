@@ -186,7 +186,8 @@ def test_a_plan_says_that_a_micro_batch_is_too_large():
 
 def test_the_largest_gpt2_costs_what_llm_c_paid_at_its_speed():
     """2.80 s a step of 1M tokens on 8 H100 of $28 an hour; 32,000 steps: 24 hours, $672 there."""
-    llm_c = "--preset gpt2-xl --gpus 8 --max-steps 32000 --price 3.5 --val-every 0"
+    off = "--val-every 0 --hellaswag-every 0 --sample-every 0"
+    llm_c = f"--preset gpt2-xl --gpus 8 --max-steps 32000 --price 3.5 {off}"
     planned = facts(f"{llm_c} --tokens-per-second {1048576 / 2.8}")
     assert planned["speed"] == "374,491 tokens/s"
     assert planned["time"] == "1 day, 0:53:20"
@@ -195,9 +196,22 @@ def test_the_largest_gpt2_costs_what_llm_c_paid_at_its_speed():
 
 def test_a_validation_costs_a_third_of_training_on_its_tokens():
     flags = "--max-steps 10 --warmup-steps 0 --tokens-per-second 1000 --val-tokens 3000000"
+    flags += " --hellaswag-every 0 --sample-every 0"
     assert facts(f"{flags} --val-every 0")["time"] == "1:27:23"
     more = facts(f"{flags} --val-every 4")["time"]
-    assert more == "2:34:03", "1,000 s more at each of 0, 4, 8 and 10"
+    assert more == "2:35:58", "1,000 s more at each of 0, 4, 8 and 10, and the pictures"
+
+
+def test_hellaswag_samples_and_pictures_cost_time_and_the_published_range_stands_beside_it():
+    off = "--gpus 8 --val-every 0 --hellaswag-every 0 --sample-every 0"
+    assert facts(off)["time"] == "0:44:58"
+    hella = facts(f"{off} --hellaswag-every 250")["time"]
+    assert hella == "0:45:40", "78 times 2M tokens"
+    assert facts(f"{off} --hellaswag-every 250 --hellaswag-limit 100")["time"] == "0:44:59"
+    assert facts(f"{off} --sample-every 250")["time"] == "0:45:34"
+    time, note = with_notes("--gpus 8")["time"]
+    assert time == "0:48:06" and note.endswith("29% to 41%: 0:46:56 to 1:06:06")
+    assert "published" not in with_notes("--gpus 8 --mfu 0.4")["time"][1]
 
 
 def test_recomputing_activations_costs_a_quarter_of_the_speed():
@@ -243,7 +257,7 @@ def test_the_page_holds_the_facts_of_a_run(capsys):
     [
         ("--gpu RTX-4090", "1 day", "unknown", "give --price"),
         ("--gpu RTX-4090 --price 0.5", "1 day", "$18.", "at $0.50 per GPU-hour, see --price"),
-        ("--gpu H100", "6:09:36", "$15.40", "at $2.50 per GPU-hour, our assumption, see --price"),
+        ("--gpu H100", "6:20:30", "$15.85", "at $2.50 per GPU-hour, our assumption, see --price"),
         ("--preset quickstart", "under 0:01:00", "under $0.04", "our assumption"),
     ],
 )

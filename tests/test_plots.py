@@ -255,7 +255,10 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     assert shakespeare.get_xlabel() == "step", "where a batch is unknown"
     for count, scale in ((1, "linear"), (3, "log")):
         axes = plots.plot_training(runs[:count]).axes
-        assert [axis.get_yscale() for axis in axes] == [scale, scale, "linear"], "the last: speed"
+        scales = [scale, scale, "linear", "linear", "linear"]
+        assert [axis.get_yscale() for axis in axes] == scales, "the last: speed, MFU, memory"
+    [by_time] = plots.plot_by_time(runs).axes
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(60 * 2 / 3600)
 
 
 def test_a_log_of_build_nanogpt_is_drawn_and_named_once_told(tmp_path):

@@ -198,9 +198,33 @@ def test_each_line_is_a_prompt_and_only_a_line_feed_ends_it(tmp_path, content, p
     assert sample.read_prompts(f"@{tmp_path}/prompts") == prompts
 
 
-def test_without_a_prompt_a_terminal_is_asked_for_prompts_until_ctrl_d(
-    monkeypatch, capsys, directory
+def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
+    monkeypatch, capsys, tiny, tmp_path
 ):
+    monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(GPT, "from_pretrained", lambda name: asked.append(name) or tiny)
+    monkeypatch.setattr(sample, "stream_texts", lambda *a, **_: asked.append(a[1:]) or [])
+    run(monkeypatch, capsys)
+    assert asked == ["gpt2", (5 * [sample.PROMPT], 30)]
+    for i, name in enumerate(("older", "newer", "damaged_by_someone")):
+        folder = tmp_path / "log" / name
+        tiny.save_pretrained(folder / ("ckpt_000002" if i < 2 else "damaged_ckpt_000002"))
+        record = dict(type="run", config=dict(sample_prompt=f"I am {name}"))
+        (folder / "metrics.jsonl").write_text(json.dumps(record))
+    os.utime(tmp_path / "log" / "older" / "ckpt_000002", (0, 0))
+    asked.clear()
+    run(monkeypatch, capsys)
+    run(monkeypatch, capsys, "--model", "log/older/ckpt_000002", "--num-samples", 2)
+    run(monkeypatch, capsys, "--prompt", "Hello", "--num-samples", 2)
+    assert asked == [
+        "log/newer/ckpt_000002", (5 * ["I am newer"], 30),
+        "log/older/ckpt_000002", (2 * ["I am older"], 30),
+        "gpt2", (2 * ["Hello"], 100),
+    ]  # fmt: skip
+
+
+def test_a_terminal_is_asked_for_prompts_until_ctrl_d(monkeypatch, capsys, directory):
     flags = f"--model {directory} --max-new-tokens 5 --temperature 0".split()
     alone = [run(monkeypatch, capsys, *flags, "--prompt", prompt) for prompt in ("Hello", "One")]
     keyboard, terminal = pty.openpty()
@@ -208,7 +232,7 @@ def test_without_a_prompt_a_terminal_is_asked_for_prompts_until_ctrl_d(
     with open(terminal, closefd=False) as stdin, open(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdin", stdin)
         monkeypatch.setattr(sys, "stdout", stdout)
-        sample.main([*flags, "--device", "cpu"])
+        sample.main([*flags, "--interactive", "--device", "cpu"])
     shown = b""
     with suppress(OSError):  # how a closed terminal ends on Linux
         while piece := os.read(keyboard, 10**6):
@@ -243,9 +267,10 @@ def test_a_sample_has_the_models_own_vocabulary_and_ends_at_its_end_of_text():
 @pytest.mark.parametrize(
     ("args", "stdin", "sentence"),
     [
-        (["--num-samples", 0, "--top-p", 1.5], b"", "samples 0: .*least 1.*top-p 1.5: .*at most 1"),
+        (["--num-samples", "-1", "--top-p", 1.5], b"", "samples -1: .*top-p 1.5: .*at most 1"),
         (["--num-samples", 10**20], b"", f"--num-samples {10**20}: "),
-        (["--max-new-tokens", 0], b"", "--max-new-tokens 0: .*at least 1"),
+        (["--max-new-tokens", "-1"], b"", "--max-new-tokens -1: .*at least 0"),
+        (["--interactive", "--prompt", "a"], b"", "--interactive asks for prompts"),
         (["--temperature", "nan"], b"", "--temperature nan: .*at least 0"),
         (["--temperature", "-1"], b"", "--temperature -1.0: .*at least 0"),
         (["--top-k", "-1"], b"", "--top-k -1: .*at least 0"),
