@@ -117,41 +117,22 @@ GPT2_SIZES: dict[str, dict[str, Any]] = {
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600),  # 1558M
 }
 
+# updates of a million tokens, for the largest sizes; the warm-up is 375M tokens
+MILLION: dict = dict(learning_rate=2e-4, total_batch_size=1048576, max_steps=9536, warmup_steps=358)
+
 RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
     # learning rates, batch sizes and warm-up: GPT-3 paper, table 2.1 and appendix B
     "gpt2": dict(),
     "gpt2-medium": dict(**GPT2_SIZES["gpt2-medium"], learning_rate=3e-4),
     "gpt2-large": dict(**GPT2_SIZES["gpt2-large"], learning_rate=2.5e-4),
-    "gpt2-xl": dict(
-        **GPT2_SIZES["gpt2-xl"],
-        learning_rate=2e-4,
-        total_batch_size=1048576,
-        max_steps=9536,
-        warmup_steps=358,  # 375M tokens
-    ),
+    "gpt2-xl": dict(**GPT2_SIZES["gpt2-xl"], **MILLION),
     "gpt3-125m": dict(sequence_length=2048),
-    "gpt3-350m": dict(
-        **GPT2_SIZES["gpt2-medium"],
-        sequence_length=2048,
-        learning_rate=3e-4,
-    ),
+    "gpt3-350m": dict(**GPT2_SIZES["gpt2-medium"], sequence_length=2048, learning_rate=3e-4),
     "gpt3-760m": dict(
-        n_layer=24,
-        n_head=16,
-        n_embd=1536,
-        sequence_length=2048,
-        learning_rate=2.5e-4,
+        n_layer=24, n_head=16, n_embd=1536, sequence_length=2048, learning_rate=2.5e-4
     ),
-    "gpt3-1.3b": dict(
-        n_layer=24,
-        n_head=16,  # of 128; the paper's 24 do not divide n_embd
-        n_embd=2048,
-        sequence_length=2048,
-        learning_rate=2e-4,
-        total_batch_size=1048576,
-        max_steps=9536,
-        warmup_steps=358,  # 375M tokens
-    ),
+    # 16 heads of 128: the paper's 24 do not divide n_embd
+    "gpt3-1.3b": dict(n_layer=24, n_head=16, n_embd=2048, sequence_length=2048, **MILLION),
     # AdamW's learning rate: Muon's update is scaled to the size of AdamW's.
     "gpt2-muon": dict(optimizer="muon"),
     # three minutes on two CPU cores, on Tiny Shakespeare

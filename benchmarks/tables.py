@@ -15,14 +15,10 @@ COLUMNS = {  # of a table, where a row has them: heading and format
 }
 
 CLIMB = {  # of the ladder, where a row's base is the row above
-    "name": ("", ""),
-    "ms": ("ms", ",.1f"),
-    "median": ("", ",.1f"),
+    **{key: COLUMNS[key] for key in ("name", "ms", "median")},
     "ratio": ("× row above", ""),
     "total": ("× first row", ""),
-    "MFU": ("MFU", ".1%"),
-    "memory_gb": ("peak GB", ".2f"),
-    "error": ("failed", ""),
+    **{key: COLUMNS[key] for key in ("MFU", "memory_gb", "error")},
 }
 
 

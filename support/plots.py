@@ -135,7 +135,7 @@ def name_text(run: LoggedRun) -> str:
 
 
 def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
-    """Draws the runs on each text in a panel of its own. draw: draw_loss or draw_hellaswag."""
+    """Draws the runs on each text in a panel of its own. draw: draw_loss, draw_hellaswag, …"""
     texts = list(dict.fromkeys(map(name_text, runs)))
     figure, axes = new_figure(len(texts), 1)
     for axis, text in zip(axes, texts, strict=True):
@@ -264,33 +264,38 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     return figure
 
 
-def plot_by_time(runs: list[LoggedRun]) -> Any:
-    """Draws training loss, averaged, by hours from the start; only where times were recorded."""
-    timed = [run for run in runs if run.series("wall")[0]]
-    figure, [axis] = new_figure(1, 1, 3.4)
-    for run, style in zip(timed, STYLES, strict=False):
+def draw_by_time(axis: Any, runs: list[LoggedRun]) -> None:
+    """Draws training loss, averaged, by minutes from the start, of runs whose times are known."""
+    for run, style in zip(runs, STYLES, strict=False):
+        _, walls = run.series("wall")
         _, losses = run.series("loss")
-        hours = np.array(run.series("wall")[1])[: len(losses)] / 3600
+        shown = slice(len(losses) // 50, None)  # the untrained model's would take most of the view
         mean, _ = average(np.array(losses))
-        axis.plot(hours[len(hours) // 100 :], mean[len(hours) // 100 :], label=run.name, **style)
-    label_x(axis, "hours, evaluations and interruptions included")
-    axis.set(ylabel="training loss (nats per token)", title="The same runs by time")
-    axis.legend()
-    return figure
+        minutes = np.array(walls[: len(losses)]) / 60
+        axis.plot(minutes[shown], mean[shown], label=run.name, **style)
+    label_x(axis, "minutes, evaluations included")
+    axis.set_ylabel("training loss (nats per token)")
+    label_lines(axis)
 
 
 def plot_training(runs: list[LoggedRun]) -> Any:
     """Draws learning rate, gradient norm, throughput, MFU and memory by step, where recorded."""
     scale = "log" if len(runs) > 1 else "linear"
-    panels = [("lr", "learning rate", scale), ("norm", "gradient norm, unclipped", scale)]
-    panels += [("tokens_per_sec", "tokens/s", "linear"), ("mfu", "MFU", "linear")]
-    panels.append(("memory", "peak memory, bytes", "linear"))
-    panels = [panel for panel in panels if any(run.series(panel[0])[0] for run in runs)]
-    figure, axes = new_figure(len(panels), 1, height=2.2)
-    for axis, (field, title, yscale) in zip(axes, panels, strict=True):
+    panels = {  # field: the axis's label and scale, and the unit
+        "lr": ("learning rate", scale, 1),
+        "norm": ("gradient norm, unclipped", scale, 1),
+        "tokens_per_sec": ("tokens/s", "linear", 1),
+        "mfu": ("MFU", "linear", 1),
+        "memory": ("peak memory, GB", "linear", 1e9),
+    }
+    fields = [field for field in panels if any(run.series(field)[0] for run in runs)]
+    figure, axes = new_figure(len(fields), 1, height=2.2)
+    for axis, field in zip(axes, fields, strict=True):
+        label, yscale, unit = panels[field]
         for run, style in zip(runs, STYLES, strict=False):
-            axis.plot(*run.series(field), linewidth=1, label=run.name, **style)
-        axis.set(ylabel=title, yscale=yscale)
+            steps, values = run.series(field)
+            axis.plot(steps, np.array(values) / unit, linewidth=1, label=run.name, **style)
+        axis.set(ylabel=label, yscale=yscale)
         label_x(axis, "step")
         axis.legend()
         if yscale == "linear":

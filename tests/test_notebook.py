@@ -1,6 +1,7 @@
 """play.ipynb, executed from top to bottom."""
 
 import re
+from typing import Any
 
 import pytest
 from conftest import ROOT
@@ -15,14 +16,23 @@ pytest.importorskip("ipykernel")
 MACHINE_PATH = re.compile(r"(/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)\w")
 
 
-def execute(directory, monkeypatch):
-    """The notebook after it ran in a directory: the scripts in reach, and no hub."""
+def execute(directory, monkeypatch, last_cell="") -> Any:
+    """The notebook after it ran in a directory: the scripts in reach, a tiny size, and no hub.
+
+    last_cell: words of the cell at which it ends, if not the last.
+    """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(directory / "huggingface"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
     notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(
+            "size = {}", "size = dict(n_layer=2, n_head=2, n_embd=64)"
+        )
+    ends = [i for i, cell in enumerate(notebook.cells) if last_cell and last_cell in cell.source]
+    notebook.cells = notebook.cells[: ends[0] + 1 if ends else None]
     where = {"metadata": {"path": str(directory)}}
     client = nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=where)
     return client.execute()
@@ -40,35 +50,58 @@ def pictures(notebook):
 def text(notebook):
     """All that can be read in the outputs: what was printed, and tables."""
     found = [output.get("text") or output.get("data", {}) for output in outputs(notebook)]
-    return "\n".join(part if isinstance(part, str) else part.get("text/html", "") for part in found)
+    kinds = ("text/html", "text/markdown")
+    return "\n".join(
+        part if isinstance(part, str) else "".join(part.get(kind, "") for kind in kinds)
+        for part in found
+    )
 
 
-def test_the_notebook_draws_the_runs_and_the_newest_checkpoint(tmp_path, monkeypatch):
+def test_the_notebook_walks_from_nothing_to_gpt2_and_through_what_a_run_leaves(
+    tmp_path, monkeypatch
+):
     write_run(tmp_path / "runs" / "tiny")
     model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
     model.save_pretrained(tmp_path / "log" / "tiny" / "ckpt_000002")
     notebook = execute(tmp_path, monkeypatch)
-    assert pictures(notebook) == 5, "loss, HellaSwag, the steps; positions, one head"
+    assert pictures(notebook) == 10
     shown = text(notebook)
     assert "log/tiny/ckpt_000002: " in shown and not MACHINE_PATH.search(shown)
+    first, last = re.search(
+        r"step  0 \| loss (\S+).*step 49 \| loss (\S+)", shown, re.DOTALL
+    ).groups()
+    walk = [
+        "transformer.h.0.attn.c_attn.weight (192, 64)       transposed in OpenAI's files",
+        "one tensor: True and one memory: True",
+        "[ 5962, 22307,    25,   198,  8421,   356]",
+        "plain: 10.1, scaled by 1/√100: 1.0",
+        "rank 7 reads sequences [14, 15, 30, 31, 46, 47]",
+        "mask of row 0: [0, 0, 0",
+        "10 tensors with 3,383,296 numbers decay, 18 tensors with 1,792 numbers do not",
+    ]
+    assert not [line for line in walk if line not in shown]
+    assert float(last) < float(first) - 0.5 and abs(float(first) - 10.82) < 0.3
+    assert shown.count("(as generate: True)") == 4 and "as generate: False" not in shown
     assert "== tiny, step 20\nso <far> 20\n$\n--\nand so on" in shown, "the first samples"
     assert "step 60" in shown and "step 40" not in shown, "and the last"
     row = ("data/stdlib", "<td>12</td>", "<td>3.3174</td>", "<td>0.28</td>", "<td>1000")
     assert all(cell in shown for cell in row), "the table of runs"
+    assert "0.3007" in shown, "what others got from scratch"
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
 def test_without_a_model_the_notebook_says_in_a_line_how_to_get_one(tmp_path, monkeypatch):
-    write_run(tmp_path / "runs" / "tiny", total=999)
-    notebook = execute(tmp_path, monkeypatch)
-    assert pictures(notebook) == 2, "loss, the steps; HellaSwag needs 1,000 examples"
+    notebook = execute(tmp_path, monkeypatch, last_cell="draw_weights(")
+    assert pictures(notebook) == 1 and text(notebook).count("(as generate: True)") == 2
     assert "make quickstart" in text(notebook) and not MACHINE_PATH.search(text(notebook))
 
 
 def test_the_committed_outputs_are_whole_and_small_and_name_no_machine():
-    assert (ROOT / "play.ipynb").stat().st_size < 1.5e6
+    assert (ROOT / "play.ipynb").stat().st_size < 2e6
     notebook = nbformat.read(ROOT / "play.ipynb", as_version=4)
-    assert pictures(notebook) >= 4, "runs and a model"
+    assert pictures(notebook) >= 10, "weights, runs, published ones, the climb"
+    code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    assert sum(len(source.splitlines()) for source in code) <= 250
     for output in outputs(notebook):
         assert output.output_type != "error" and output.get("name") != "stderr"
     assert not MACHINE_PATH.search(text(notebook))

@@ -257,8 +257,8 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
         axes = plots.plot_training(runs[:count]).axes
         scales = [scale, scale, "linear", "linear", "linear"]
         assert [axis.get_yscale() for axis in axes] == scales, "the last: speed, MFU, memory"
-    [by_time] = plots.plot_by_time(runs).axes
-    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(60 * 2 / 3600)
+    by_time, _ = plots.plot_by_text(plots.draw_by_time, runs).axes
+    assert by_time.lines[0].get_xdata()[-1] == pytest.approx(60 * 2 / 60) and labels(by_time)
 
 
 def test_a_log_of_build_nanogpt_is_drawn_and_named_once_told(tmp_path):
