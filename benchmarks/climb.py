@@ -15,7 +15,9 @@ def read_climb(path: str | Path) -> dict:
     """The ladder of a record of bench.py, as one of the published climbs. Raises UserError."""
     with reading(path, "name a record of bench.py's ladder"):
         record = json.loads(Path(path).read_text())
-        machine = f"{record['device']['name']}, {record['dtype']}, B = {record['batch_size']}"
+        machine = f"{record['device']['name']}, {record['dtype']}"
+        if (model := record["config"]["model"]) != "gpt2":
+            machine += f", another model ({model})"
         rows = record["benchmarks"]["ladder"]["rows"]
         measured = [row | {"tokens_per_sec": row["median"]} for row in rows if "median" in row]
     return dict(name=f"{machine}: measured", rows=measured)
@@ -39,13 +41,14 @@ def plot_climbs(records: Sequence[str | Path]) -> Any:
             y += 1
             rate = row["tokens_per_sec"]
             shown = f"{rate:,.0f}" + (f" ({row['ms']:,.0f} ms)" if "ms" in row else "")
-            gain = f"   {row.get('total', rate / first):,.1f} ×" if rate != first else ""
+            gain = f"   {rate / first:,.1f} ×" if rate != first else ""
             axis.text(-0.34, y, row["name"], transform=at_left, va="center")
             axis.plot([first, rate], [y, y], color=color, linewidth=1)
             axis.plot(rate, y, "o", color=color, ms=5)
             axis.annotate(shown + gain, (rate, y), (7, 0), textcoords="offset points", va="center")
         y += 2
     axis.set(xscale="log", xlim=(lowest, 6e7), ylim=(y - 1, -1), yticks=[])
+    axis.spines["left"].set_visible(False)  # it would cut the names
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.set_xlabel("tokens/s, GPT-2 124M (×: times the first row)")
     axis.set_title("From a laptop to 8 H100s: the published climbs, and this machine")

@@ -40,9 +40,10 @@ def plot_positions(model: GPT) -> Any:
     figure, (values, waves) = new_figure(1, 2)
     U, S, _ = np.linalg.svd(model.transformer.wpe.weight.numpy(force=True), full_matrices=False)
     values.plot(S, color=GREY)
-    values.set(xlabel="number, largest first", ylabel="singular value", title="position embeddings")
+    values.set(xlabel="direction, strongest first", ylabel="singular value")
+    values.set(title="position embeddings")
     for k in range(3):
-        waves.plot(U[:, k] * S[k], color=COLORS[k], label=f"number {k}")
+        waves.plot(U[:, k] * S[k], color=COLORS[k], label=f"direction {k}")
     waves.set(xlabel="position", ylabel="weight", title="the three strongest, along positions")
     waves.legend()
     return figure
@@ -53,7 +54,7 @@ def plot_attention(pattern: np.ndarray, tokens: list[str], title: str) -> Any:
     figure, (axis,) = new_figure(1, 1, height=6.4)
     image = axis.imshow(pattern, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0)
     figure.colorbar(image, ax=axis, label="weight", pad=0.02)
-    labels = [repr(token)[1:-1].replace("$", r"\$") for token in tokens]
+    labels = [repr(token)[1:-1].replace("$", r"\$").replace(" ", "␣") for token in tokens]
     axis.set_xticks(range(len(tokens)), labels, rotation=90)
     axis.set_yticks(range(len(tokens)), labels)
     axis.grid(False)

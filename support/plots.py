@@ -274,6 +274,7 @@ def draw_by_time(axis: Any, runs: list[LoggedRun]) -> None:
         minutes = np.array(walls[: len(losses)]) / 60
         axis.plot(minutes[shown], mean[shown], label=run.name, **style)
     label_x(axis, "minutes, evaluations included")
+    axis.set_xlim(left=0)
     axis.set_ylabel("training loss (nats per token)")
     label_lines(axis)
 
@@ -322,7 +323,7 @@ def table_of_runs(runs: list[LoggedRun]) -> Any:
         if "hella" in run.streams:
             row["examples"] = examples_of(run)
         rows.append(row)
-    return pandas.DataFrame(rows).round(4)
+    return pandas.DataFrame(rows).convert_dtypes().round(4)  # whole numbers stay whole
 
 
 def show_samples(runs: list[LoggedRun]) -> None:

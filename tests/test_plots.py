@@ -332,7 +332,7 @@ def test_the_previous_token_head_is_found_and_its_picture_names_every_token():
     patterns[1, 2] = np.eye(4, k=-1)
     assert look_inside.find_previous_token_head(patterns) == (1, 2, 1.0)
     axis = look_inside.plot_attention(patterns[1, 2], [" a", "\n", "$", "b"], "layer 1").axes[0]
-    assert [label.get_text() for label in axis.get_xticklabels()] == [" a", r"\n", r"\$", "b"]
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["␣a", r"\n", r"\$", "b"]
 
 
 # -- the report of a run
