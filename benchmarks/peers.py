@@ -170,12 +170,7 @@ def adamw(world: World, *, size: dict, way: dict[str, Any]) -> Callable:
     model = GPT(GPTConfig(**size)).to(world.device)
     for p in model.parameters():
         p.grad = torch.randn_like(p)
-    optimizer = torch.optim.AdamW(model.parameters(), **way)
-
-    def run() -> None:
-        optimizer.step()
-
-    return run
+    return torch.optim.AdamW(model.parameters(), **way).step
 
 
 def generation(

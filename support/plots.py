@@ -15,6 +15,10 @@ from support.log import LoggedRun, examples_of, read_run, starts_of
 from support.published import (
     FEWEST_EXAMPLES,
     OPENAI,
+    PUBLISHED,
+    RECIPE,
+    RUNS,
+    SIZE,
     beside_openai,
     is_recipe,
     published_band,
@@ -304,7 +308,15 @@ def plot_training(runs: list[LoggedRun]) -> Any:
     return figure
 
 
-# -- tables of the notebook
+# -- for the notebook
+
+
+def published_runs() -> list[LoggedRun]:
+    """The runs that others published, as the trainer's own are read."""
+    return [
+        read_run(RUNS / f"{name}.txt", **RECIPE if run["is_recipe"] else SIZE, data_dir=run["text"])
+        for name, run in PUBLISHED.items()
+    ]
 
 
 def table_of_runs(runs: list[LoggedRun]) -> Any:

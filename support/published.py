@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from support.log import LoggedRun, read_run
-
 ASSETS = Path(__file__).parent.parent / "assets"
 RUNS = ASSETS / "published_runs"
+PUBLISHED: dict = json.loads((RUNS / "runs.json").read_text())["runs"]
 OPENAI: dict = json.loads((ASSETS / "openai.json").read_text())
 SIZE = dict(n_layer=12, n_embd=768, total_batch_size=524288)
 RECIPE = SIZE | dict(optimizer="adamw", max_steps=19073)
@@ -35,21 +34,17 @@ def is_recipe(config: dict[str, Any]) -> bool:
     return shape == RECIPE and text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
 
 
-def published_runs() -> list[LoggedRun]:
-    """The published runs as the trainer's own are read."""
-    return [
-        read_run(RUNS / f"{name}.txt", **RECIPE if run["is_recipe"] else SIZE, data_dir=run["text"])
-        for name, run in json.loads((RUNS / "runs.json").read_text())["runs"].items()
-    ]
-
-
 @cache
 def published_band(stream: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and the lowest and highest published value at each. stream: train, val or hella."""
-    runs = [run.streams[stream] for run in published_runs() if is_recipe(run.config)]
-    steps = runs[0][0]  # of all three
-    values = np.array([values for _, values in runs])
-    return np.array(steps), values.min(0), values.max(0)
+    values: dict[int, list[float]] = {}
+    for name in (name for name, run in PUBLISHED.items() if run["is_recipe"]):
+        for line in (RUNS / f"{name}.txt").read_text().splitlines():
+            step, of, value = line.split()
+            if of == stream:
+                values.setdefault(int(step), []).append(float(value))
+    at = np.array(list(values.values()))  # (steps, runs): all were evaluated at the same steps
+    return np.array(list(values)), at.min(1), at.max(1)
 
 
 def describe_place(step: int, val_loss: float) -> str:

@@ -1,6 +1,10 @@
 """play.ipynb, executed from top to bottom."""
 
+import json
 import re
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +20,13 @@ pytest.importorskip("ipykernel")
 MACHINE_PATH = re.compile(r"(/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)\w")
 
 
-def execute(directory, monkeypatch, last_cell="") -> Any:
+def execute(directory, monkeypatch, last_cell="", offline="1") -> Any:
     """The notebook after it ran in a directory: the scripts in reach, a tiny size, and no hub.
 
     last_cell: words of the cell at which it ends, if not the last.
     """
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.setenv("HF_HOME", str(directory / "huggingface"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("JUPYTER_PLATFORM_DIRS", "1")
@@ -90,8 +94,51 @@ def test_the_notebook_walks_from_nothing_to_gpt2_and_through_what_a_run_leaves(
     assert not [output for output in outputs(notebook) if output.get("name") == "stderr"]
 
 
+class Hub(SimpleHTTPRequestHandler):
+    """A stand-in of the hub with one model, the files of server.folder, named gpt2."""
+
+    def log_message(self, *_) -> None:
+        pass
+
+    def translate_path(self, path: str) -> str:
+        return str(self.server.folder / Path(path).name)
+
+    def end_headers(self) -> None:
+        self.send_header("ETag", f'"{Path(self.path).name}"')
+        self.send_header("X-Repo-Commit", 40 * "1")
+        super().end_headers()
+
+    def do_GET(self) -> None:
+        if not self.path.startswith("/api/models/gpt2/"):
+            return super().do_GET()
+        answer: Any = {"id": "gpt2", "sha": 40 * "1", "siblings": []}
+        if "/tree/" in self.path:
+            paths = self.server.folder.iterdir()
+            sizes = [(path.name, path.stat().st_size) for path in paths]
+            answer = [dict(type="file", path=name, size=size, oid="0") for name, size in sizes]
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_without_a_checkpoint_the_notebook_asks_the_hub(tmp_path, monkeypatch):
+    model = GPT(GPTConfig(block_size=64, n_layer=1, n_head=2, n_embd=32))
+    model.save_pretrained(tmp_path / "model")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.folder = tmp_path / "model"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        notebook = execute(tmp_path, monkeypatch, "draw_weights(", offline="0")
+        server.shutdown()
+    shown = text(notebook)
+    assert "\ngpt2: 1,6" in shown and "1 layers of 2 heads" in shown, shown
+    assert shown.count("(as generate: True)") == 4
+
+
 def test_without_a_model_the_notebook_says_in_a_line_how_to_get_one(tmp_path, monkeypatch):
-    notebook = execute(tmp_path, monkeypatch, last_cell="draw_weights(")
+    notebook = execute(tmp_path, monkeypatch, "draw_weights(")
     assert pictures(notebook) == 1 and text(notebook).count("(as generate: True)") == 2
     assert "make quickstart" in text(notebook) and not MACHINE_PATH.search(text(notebook))
 

@@ -29,7 +29,7 @@ ENDS = {  # of each log: its last validation loss and HellaSwag score
 
 
 def test_the_published_logs_are_whole_and_read_as_they_are():
-    runs = published.published_runs()
+    runs = plots.published_runs()
     raw = read_runs(str(ROOT / "assets" / "published_runs" / "*.txt"))
     assert sorted(run.name for run in raw) == sorted(ENDS) == sorted(run.name for run in runs)
     for run in [*runs, *raw]:
@@ -43,7 +43,7 @@ def test_the_published_logs_are_whole_and_read_as_they_are():
 
 
 def test_published_runs_are_drawn_by_text_with_openais_lines_which_the_recipe_passes():
-    runs = published.published_runs()
+    runs = plots.published_runs()
     edu, fineweb = plots.plot_by_text(plots.draw_loss, runs).axes
     assert {"OpenAI's 124M 3.292", "published 3.062 to 3.072"} <= set(labels(edu))
     assert "OpenAI's 124M 3.425" in labels(fineweb) and edu.get_title("left") == "edu_fineweb10B"
@@ -101,7 +101,7 @@ def test_a_run_that_lags_is_told_so_and_what_to_check(step, loss, told):
 
 
 def test_of_the_published_runs_only_the_one_without_warmup_is_told_that_it_lags():
-    for run in published.published_runs():
+    for run in plots.published_runs():
         if run.config["data_dir"] == "edu_fineweb10B":
             lags = [step for step, loss in zip(*run.streams["val"], strict=True)
                     if "behind" in published.describe_place(step, loss)]  # fmt: skip

@@ -86,7 +86,7 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
     flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
     assert re.findall(r"^│ (--[a-z0-9-]+)", shown, re.MULTILINE) == flags
     assert "(default: data/tinyshakespeare)" in shown
-    assert set(PRESETS) <= set(re.findall(r"[\w-]+", shown.partition("╭")[0]))
+    assert set(PRESETS) <= set(re.findall(r"[\w-]+(?:\.\w+)?", shown.partition("╭")[0]))
 
 
 @pytest.mark.parametrize("name", PRESETS)
