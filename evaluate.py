@@ -14,11 +14,15 @@ from tqdm import tqdm
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite
-from support import published
 from support.common import UserError, say
 from support.device import autocast, evaluation_mode
 from support.distributed import Stop, World
 from support.generation import complete
+from support.plots import published_band
+from support.published import is_recipe
+
+# Nats per token above the highest published run that are no luck, before this update and from it on
+EARLY, LATE, LATE_FROM = 0.25, 0.1, 2000
 
 
 @dataclass
@@ -66,8 +70,8 @@ class Evaluations:
             values["bits_per_byte"] = bits_per_byte
             values["nats_per_character"] = nats_per_character
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
-        if published.is_recipe(vars(self.config)) and not self.config.eval_only:
-            figures["published runs:"] = published.describe_place(step, loss)
+        if is_recipe(vars(self.config)) and not self.config.eval_only:
+            figures["published runs:"] = describe_place(step, loss)
         return {**values, "figures": figures}
 
     def score_hellaswag(self, examples: hellaswag.Prepared, _step: int) -> dict[str, Any]:
@@ -118,6 +122,17 @@ def build_evaluations(
                 raise
             world.say(f"hellaswag: off, {error}")  # there is no network
     return Evaluations(config, model, world, stop, dtype, val_loader, examples)
+
+
+def describe_place(step: int, val_loss: float) -> str:
+    """Where a run of the recipe stands among the published ones, and what to check if it lags."""
+    steps, lows, highs = published_band("val")
+    low, high = np.interp(step, steps, lows), np.interp(step, steps, highs)
+    behind = val_loss - high
+    if step == 0 or behind <= (EARLY if step < LATE_FROM else LATE):
+        return f"{low:.2f} to {high:.2f}"
+    advice = "check the rate, its warm-up and the data: docs/reproduction.md, When to stop a run"
+    return f"{low:.2f} to {high:.2f}, so this run is {behind:.2f} behind: {advice}"
 
 
 def show(figures: dict[str, str]) -> str:

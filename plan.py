@@ -33,6 +33,7 @@ from support.common import (
     out_of_range,
     run_script,
 )
+from support.log import HELLASWAG
 from support.tokenizer import tokenizer_of_data
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
 RENT = {"H100": 2.5}
 
 PUBLISHED_MFU = (0.29, 0.41)  # docs/reproduction.md has their sources
+HELLASWAG_TOKENS = 2_000_000  # of all its examples
 SAMPLING = 1.2e-3  # seconds of a layer for a token, eager: an assumption
 PICTURE = 1.5  # seconds for which all GPUs wait
 
@@ -91,9 +93,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     seconds = estimate_seconds(config, rate)
     saved = state_memory(model, config, width=4)
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
-    kept = (
-        config.keep_checkpoints + 1 + (config.val_every > 0)
-    )  # one being written, and the best one
+    kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
     return {
         "parameters": (f"{N:,}", ""),
@@ -165,10 +165,9 @@ def estimate_seconds(config: PlanConfig, rate: float) -> float:
     tokens = float(config.max_steps * config.total_batch_size)
     # a token without a backward pass takes a third
     tokens += how_many(config.val_every) * config.val_tokens / 3
-    # 2M tokens; small batches of four rows are as slow as if they were trained on
-    tokens += (
-        how_many(config.hellaswag_every) * 2_000_000 * (config.hellaswag_limit or 10042) / 10042
-    )
+    # batches of a few rows are as slow as if they were trained on
+    share = (config.hellaswag_limit or HELLASWAG) / HELLASWAG
+    tokens += how_many(config.hellaswag_every) * share * HELLASWAG_TOKENS
     seconds = tokens / rate
     seconds += how_many(config.sample_every) * config.sample_tokens * config.n_layer * SAMPLING
     pictures = seconds / 120 if config.val_every else 0  # one every two minutes
@@ -184,7 +183,7 @@ def find_range(config: PlanConfig, rate: float) -> str:
     return f"; at the published MFUs, {percent}: {duration(low)} to {duration(high)}"
 
 
-def plan_cost(config: PlanConfig, seconds: float, range: str) -> dict[str, tuple[str, str]]:
+def plan_cost(config: PlanConfig, seconds: float, spread: str) -> dict[str, tuple[str, str]]:
     """The time and, if the rent is known, the cost in words. Under a minute, nothing is exact."""
     under = "under " if seconds < 60 else ""
     seconds = max(60, seconds)
@@ -193,7 +192,7 @@ def plan_cost(config: PlanConfig, seconds: float, range: str) -> dict[str, tuple
         whose = "" if config.price else "our assumption, "
         note = f"at ${price:.2f} per GPU-hour, {whose}see --price"
         cost = (f"{under}${price * config.gpus * seconds / 3600:,.2f}", note)
-    time = (f"{under}{duration(seconds)}", f"with evaluations{range}")
+    time = (f"{under}{duration(seconds)}", f"with evaluations{spread}")
     return {"time": time, "cost": cost}
 
 

@@ -92,17 +92,24 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
                 print(f"--- sample {i}\n{prompt}{text}")
 
 
+def own_prompt(model: str) -> str:
+    """What the run continued whose checkpoint this is; of other models, the trainer's default."""
+    records = read_metrics(Path(model).parent / "metrics.jsonl")
+    own = records[0].get("config", {}).get("sample_prompt") if records else None
+    return own or PROMPT
+
+
 def fill_in(config: SampleConfig) -> SampleConfig:
     """The settings with what was left open: without a prompt, as the run had its own samples."""
     is_bare = config.prompt is None and not config.interactive
-    newest = newest_checkpoint() if config.prompt is None else None
-    model = config.model or str(newest or "gpt2")
-    records = read_metrics(Path(model).parent / "metrics.jsonl")
-    own = records[0].get("config", {}).get("sample_prompt") if records else None
+    model = config.model
+    if not model:
+        newest = newest_checkpoint() if config.prompt is None else None
+        model = str(newest or "gpt2")
     return replace(
         config,
         model=model,
-        prompt=(own or PROMPT) if is_bare else config.prompt,
+        prompt=own_prompt(model) if is_bare else config.prompt,
         num_samples=config.num_samples or (5 if is_bare else 1),
         max_new_tokens=config.max_new_tokens or (30 if is_bare else 100),
     )

@@ -20,6 +20,8 @@ def read_climb(path: str | Path) -> dict:
             machine += f", another model ({model})"
         rows = record["benchmarks"]["ladder"]["rows"]
         measured = [row | {"tokens_per_sec": row["median"]} for row in rows if "median" in row]
+        if not measured:
+            raise ValueError("each of its rows failed")
     return dict(name=f"{machine}: measured", rows=measured)
 
 

@@ -147,16 +147,14 @@ def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False
 def take_turns(worker: Worker, bases: list[Worker], rounds: int) -> dict:
     """The row of a side after turns beside its bases: the first side, and the one before it."""
     worker.turn()  # how long is a run?
-    turns = []
     rates = []
     for _ in range(rounds):
-        turns = [each.turn() for each in (*bases, worker)]
-        sides = [each.side for each in (*bases, worker)]
-        rates.append([s.amount / turn["seconds"] for s, turn in zip(sides, turns, strict=True)])
+        turns = [(each.side.amount, each.turn()) for each in (*bases, worker)]
+        rates.append([amount / turn["seconds"] for amount, turn in turns])
     *beside, own = zip(*rates, strict=True)  # of each worker, one for each round
     median = statistics.median(own)
     row = dict(median=median, ms=1000 * worker.side.amount / median)
-    row["memory_gb"] = turns[-1]["memory"] / 1e9
+    row["memory_gb"] = turns[-1][1]["memory"] / 1e9
     if worker.side.peak:
         row["MFU"] = median / worker.side.peak
     if beside:

@@ -49,6 +49,8 @@ def describe_ratio(row: dict) -> str:
 
 def describe_total(row: dict) -> str:
     """How many times as fast as the first row a row is, with the range."""
+    if "total" not in row:
+        return ""
     return "{total:.1f} × ({total_low:.1f} to {total_high:.1f})".format(**row)
 
 
@@ -57,11 +59,8 @@ def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
     shown = []
     for key, (heading, spec) in columns.items():
         heading = rows[0]["unit"] if key == "median" else heading
-        values: list = [row.get(key) for row in rows]
-        if key == "ratio":
-            values = [describe_ratio(row) for row in rows]
-        if key == "total":
-            values = [describe_total(row) if key in row else "" for row in rows]
+        in_words = {"ratio": describe_ratio, "total": describe_total}.get(key)
+        values = [in_words(row) if in_words else row.get(key) for row in rows]
         cells = ["" if value is None else format(value, spec) for value in values]
         if any(cells):
             width = max(len(cell) for cell in [heading, *cells])

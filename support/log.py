@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")
+HELLASWAG = 10042  # examples of its validation split
 GO_ON = "resume with --resume auto"
 
 
@@ -180,6 +181,12 @@ class LoggedRun:
         rows = [r for r in self.records if r["type"] == type and r.get(field) is not None]
         return [row["step"] for row in rows], [row[field] for row in rows]
 
+    @property
+    def examples(self) -> int:
+        """How many of HellaSwag it was scored on; all, if there is only a log.txt."""
+        _, totals = self.series("total", "hella")
+        return totals[-1] if totals else HELLASWAG
+
 
 def read_log(path: Path) -> dict[str, tuple]:
     """Reads log.txt, ours or build-nanogpt's."""
@@ -220,12 +227,6 @@ def read_run(directory: str | Path, **config: Any) -> LoggedRun:
     first = records[0] if records else {}
     config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
-
-
-def examples_of(run: LoggedRun) -> int:
-    """How many HellaSwag examples a run was scored on; all, if it has only a log.txt."""
-    _, totals = run.series("total", "hella")
-    return totals[-1] if totals else 10042
 
 
 def read_runs(*patterns: str) -> list[LoggedRun]:

@@ -2,26 +2,26 @@
 
 import gc
 import io
+import json
 import textwrap
 from collections.abc import Callable
-from itertools import product
+from functools import cache
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from support.common import first_line, say, write_whole
-from support.log import LoggedRun, examples_of, read_run, starts_of
+from support.log import LoggedRun, read_run, starts_of
 from support.published import (
-    FEWEST_EXAMPLES,
+    ASSETS,
     OPENAI,
-    PUBLISHED,
     RECIPE,
-    RUNS,
     SIZE,
     beside_openai,
     is_recipe,
-    published_band,
+    is_scored,
     size_of,
     text_of,
 )
@@ -32,7 +32,7 @@ BLUE = "#2f81b7"
 RED = "#d55e00"
 GREY = "#727a83"  # also of the text, see gpt2.mplstyle
 COLORS = (BLUE, RED, "#008f68", "#b5559f", GREY)  # the third is green, the fourth purple
-# of many runs in one picture: no two look the same
+# of many runs in one picture: no two of 15 look the same
 STYLES = [dict(linestyle=dash, color=color) for dash, color in product(("-", ":", "-."), COLORS)]
 TEXTS = dict(tinyshakespeare="Tiny Shakespeare", stdlib="Python's library", python="Python source")
 
@@ -159,7 +159,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     tops = list(levels.values())
     units = scale_x(axis, runs)
     draw_band(axis, runs, "val", units)
-    for run, unit, style in zip(runs, units, STYLES, strict=False):
+    for run, unit, style in zip(runs, units, cycle(STYLES)):
         color = style["color"]
         if "train" in run.streams:
             steps, losses = map(np.array, run.streams["train"])
@@ -205,6 +205,24 @@ def draw_band(axis: Any, runs: list[LoggedRun], stream: str, units: list[float])
             return
 
 
+@cache
+def published_band(stream: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, and the lowest and highest published value at each. stream: train, val or hella."""
+    runs = [run.streams[stream] for run in published_runs() if is_recipe(run.config)]
+    values = np.array([values for _, values in runs])  # all were logged at the same steps
+    return np.array(runs[0][0]), values.min(0), values.max(0)
+
+
+def published_runs() -> list[LoggedRun]:
+    """The runs that others published, as the trainer's own are read."""
+    folder = ASSETS / "published_runs"
+    about = json.loads((folder / "runs.json").read_text())["runs"]
+    return [
+        read_run(folder / f"{name}.txt", **RECIPE if of["is_recipe"] else SIZE, data_dir=of["text"])
+        for name, of in about.items()
+    ]
+
+
 def in_view(run: LoggedRun, steps: np.ndarray) -> np.ndarray:
     """Which steps are after the first tenth of a run; the last step, if all are earlier.
 
@@ -222,7 +240,7 @@ def draw_levels(axis: Any, levels: dict[str, float]) -> None:
 
 def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
     """The runs with a HellaSwag score on enough examples to show more than luck."""
-    return [run for run in runs if "hella" in run.streams and examples_of(run) >= FEWEST_EXAMPLES]
+    return [run for run in runs if is_scored(run)]
 
 
 def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
@@ -234,9 +252,9 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     draw_levels(axis, levels)
     units = scale_x(axis, runs)
     draw_band(axis, runs, "hella", units)
-    for run, unit, style in zip(runs, units, STYLES, strict=False):
+    for run, unit, style in zip(runs, units, cycle(STYLES)):
         steps, scores = map(np.array, run.streams["hella"])
-        error = np.sqrt(scores * (1 - scores) / examples_of(run))
+        error = np.sqrt(scores * (1 - scores) / run.examples)
         axis.errorbar(steps * unit, scores, error, marker="o", ms=3, clip_on=False, **style)
         axis.lines[-1].set_label(f"{run.name} {scores[-1]:.3f}")
     axis.set_ylabel("HellaSwag accuracy (normalized)")
@@ -270,7 +288,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
 
 def draw_by_time(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, averaged, by minutes from the start, of runs whose times are known."""
-    for run, style in zip(runs, STYLES, strict=False):
+    for run, style in zip(runs, cycle(STYLES)):
         _, walls = run.series("wall")
         _, losses = run.series("loss")
         shown = slice(len(losses) // 50, None)  # the untrained model's would take most of the view
@@ -297,7 +315,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
     figure, axes = new_figure(len(fields), 1, height=2.2)
     for axis, field in zip(axes, fields, strict=True):
         label, yscale, unit = panels[field]
-        for run, style in zip(runs, STYLES, strict=False):
+        for run, style in zip(runs, cycle(STYLES)):
             steps, values = run.series(field)
             axis.plot(steps, np.array(values) / unit, linewidth=1, label=run.name, **style)
         axis.set(ylabel=label, yscale=yscale)
@@ -308,15 +326,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
     return figure
 
 
-# -- for the notebook
-
-
-def published_runs() -> list[LoggedRun]:
-    """The runs that others published, as the trainer's own are read."""
-    return [
-        read_run(RUNS / f"{name}.txt", **RECIPE if run["is_recipe"] else SIZE, data_dir=run["text"])
-        for name, run in PUBLISHED.items()
-    ]
+# -- tables of the notebook
 
 
 def table_of_runs(runs: list[LoggedRun]) -> Any:
@@ -327,13 +337,12 @@ def table_of_runs(runs: list[LoggedRun]) -> Any:
     rows = []
     for run in runs:
         row: dict = {"run": run.name} | {name: run.config.get(name) for name in settings}
-        scores = beside_openai(run.config, run.streams, examples_of(run))
-        for name, (own, theirs) in scores.items():
+        for name, (own, theirs) in beside_openai(run).items():
             row[name] = own
             if theirs:
                 row |= {f"{name}, OpenAI's": theirs, f"{name}, difference": own - theirs}
         if "hella" in run.streams:
-            row["examples"] = examples_of(run)
+            row["examples"] = run.examples
         rows.append(row)
     return pandas.DataFrame(rows).convert_dtypes().round(4)  # whole numbers stay whole
 

@@ -1,20 +1,18 @@
-"""What others published about GPT-2, beside a run: OpenAI's scores, and runs of the recipe."""
+"""What others published about GPT-2, beside a run: OpenAI's scores, and the 124M's recipe."""
+
+from __future__ import annotations
 
 import json
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:
+    from support.log import LoggedRun
 
 ASSETS = Path(__file__).parent.parent / "assets"
-RUNS = ASSETS / "published_runs"
-PUBLISHED: dict = json.loads((RUNS / "runs.json").read_text())["runs"]
 OPENAI: dict = json.loads((ASSETS / "openai.json").read_text())
 SIZE = dict(n_layer=12, n_embd=768, total_batch_size=524288)
 RECIPE = SIZE | dict(optimizer="adamw", max_steps=19073)
-# Nats per token above the highest published run that are no luck, before this update and from it on
-EARLY, LATE, LATE_FROM = 0.25, 0.1, 2000
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%
 
 
@@ -34,45 +32,21 @@ def is_recipe(config: dict[str, Any]) -> bool:
     return shape == RECIPE and text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
 
 
-@cache
-def published_band(stream: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, and the lowest and highest published value at each. stream: train, val or hella."""
-    values: dict[int, list[float]] = {}
-    for name in (name for name, run in PUBLISHED.items() if run["is_recipe"]):
-        for line in (RUNS / f"{name}.txt").read_text().splitlines():
-            step, of, value = line.split()
-            if of == stream:
-                values.setdefault(int(step), []).append(float(value))
-    at = np.array(list(values.values()))  # (steps, runs): all were evaluated at the same steps
-    return np.array(list(values)), at.min(1), at.max(1)
+def is_scored(run: LoggedRun) -> bool:
+    """Whether it was scored on enough of HellaSwag to show more than luck."""
+    return "hella" in run.streams and run.examples >= FEWEST_EXAMPLES
 
 
-def describe_place(step: int, val_loss: float) -> str:
-    """Where a run of the recipe stands among the published ones, and what to check if it lags."""
-    steps, lows, highs = published_band("val")
-    low, high = np.interp(step, steps, lows), np.interp(step, steps, highs)
-    behind = val_loss - high
-    if step == 0 or behind <= (EARLY if step < LATE_FROM else LATE):
-        return f"{low:.2f} to {high:.2f}"
-    advice = "check the rate, its warm-up and the data: docs/reproduction.md, When to stop a run"
-    return f"{low:.2f} to {high:.2f}, so this run is {behind:.2f} behind: {advice}"
-
-
-def beside_openai(
-    config: dict[str, Any], streams: dict[str, tuple], examples: int
-) -> dict[str, tuple[float, float | None]]:
-    """A run's best scores: {name: (its own, OpenAI's for this size and text or None)}.
-
-    streams: LoggedRun's. examples: of HellaSwag; few of them show luck only.
-    """
-    size = size_of(config)
+def beside_openai(run: LoggedRun) -> dict[str, tuple[float, float | None]]:
+    """A run's best scores: {name: (its own, OpenAI's for this size and text or None)}."""
+    size = size_of(run.config)
     rows: dict[str, tuple] = {}
-    if "train" in streams:
-        rows["lowest training loss"] = (min(streams["train"][1]), None)
-    if "val" in streams:
-        theirs = OPENAI["val_loss"].get(text_of(config), {}).get(size)
-        rows["lowest validation loss"] = (min(streams["val"][1]), theirs)
-    if "hella" in streams and examples >= FEWEST_EXAMPLES:
+    if "train" in run.streams:
+        rows["lowest training loss"] = (min(run.streams["train"][1]), None)
+    if "val" in run.streams:
+        theirs = OPENAI["val_loss"].get(text_of(run.config), {}).get(size)
+        rows["lowest validation loss"] = (min(run.streams["val"][1]), theirs)
+    if is_scored(run):
         theirs = OPENAI["hellaswag"]["GPT-2"].get(size)
-        rows["highest HellaSwag"] = (max(streams["hella"][1]), theirs)
+        rows["highest HellaSwag"] = (max(run.streams["hella"][1]), theirs)
     return rows

@@ -16,7 +16,7 @@ import torch
 
 from support.common import counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
-from support.log import examples_of, read_metrics, read_run, starts_of
+from support.log import read_run, starts_of
 from support.published import beside_openai
 from support.tokenizer import Tokenizer, gpt2
 
@@ -76,7 +76,8 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     has_curve: whether log_dir/loss.png is there and shows the whole run.
     """
     log_dir = Path(log_dir)
-    records = read_metrics(log_dir / "metrics.jsonl")
+    run = read_run(log_dir)
+    records = run.records
     starts = starts_of(records)
     about = starts[-1]
     model = about["model"]
@@ -90,8 +91,7 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
         "## Commands",
         indent(commands, "    "),  # code, in Markdown
     ]
-    run = read_run(log_dir)
-    scores = beside_openai(run.config, run.streams, examples_of(run)).items()
+    scores = beside_openai(run).items()
     if any(theirs for _, (_, theirs) in scores):
         parts.append("## Beside OpenAI's model of this size")
         lines = ["| | this run | OpenAI's | difference |", "|---|---|---|---|"]

@@ -6,6 +6,7 @@ import math
 import re
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +269,11 @@ def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_mea
     assert "3,046,409   4,723.1 ×" in words and "16,384 (1,000 ms)" in words
     with pytest.raises(UserError, match=r"name a record of bench.py's ladder"):
         plot_climbs([ROOT / "benchmarks" / "cpu-against.json"])
+    failed = json.loads(Path(record).read_text())
+    failed["benchmarks"]["ladder"]["rows"] = [dict(name="float32, eager", error="out of memory")]
+    (tmp_path / "failed.json").write_text(json.dumps(failed))
+    with pytest.raises(UserError, match="each of its rows failed"):
+        plot_climbs([tmp_path / "failed.json"])
 
 
 def test_published_milliseconds_and_tokens_a_second_agree():

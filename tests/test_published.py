@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -63,6 +62,8 @@ def test_no_two_of_many_runs_look_the_same():
     [axis] = plots.plot_by_text(plots.draw_loss, runs).axes
     looks = {(line.get_color(), line.get_linestyle()) for line in axis.lines}
     assert len(looks) == len(axis.lines) == 12
+    [axis] = plots.plot_by_text(plots.draw_loss, [*runs, *runs]).axes
+    assert len(axis.lines) == 24, "none is left out"
 
 
 @pytest.mark.parametrize("changes, is_recipe", [
@@ -94,7 +95,7 @@ def test_only_a_run_of_the_recipe_is_laid_beside_the_published_ones(changes, is_
     (19073, 2.9, None),
 ])  # fmt: skip
 def test_a_run_that_lags_is_told_so_and_what_to_check(step, loss, told):
-    words = published.describe_place(step, loss)
+    words = evaluate.describe_place(step, loss)
     assert (" behind: check the rate" in words) == bool(told) and (told or "") in words
     if step == 500:
         assert words.startswith("5.30 to 5.33")
@@ -104,7 +105,7 @@ def test_of_the_published_runs_only_the_one_without_warmup_is_told_that_it_lags(
     for run in plots.published_runs():
         if run.config["data_dir"] == "edu_fineweb10B":
             lags = [step for step, loss in zip(*run.streams["val"], strict=True)
-                    if "behind" in published.describe_place(step, loss)]  # fmt: skip
+                    if "behind" in evaluate.describe_place(step, loss)]  # fmt: skip
             assert bool(lags) == (run.name == "a_no_warmup")
             assert not lags or lags[0] == 500
 
@@ -138,9 +139,13 @@ def test_a_run_of_the_recipe_has_the_band_in_its_picture_and_openais_scores_in_i
 
 
 def test_scores_on_few_examples_stand_beside_no_published_ones():
-    streams = {"hella": ([0], [0.9])}
-    assert published.beside_openai(RECIPE, streams, 999) == {}
-    assert published.beside_openai(RECIPE, streams, 1000) == {"highest HellaSwag": (0.9, 0.294463)}
+    def scored_on(total: int) -> LoggedRun:
+        record = dict(type="hella", step=0, total=total)
+        return LoggedRun("run", {"hella": ([0], [0.9])}, [record], RECIPE)
+
+    assert published.beside_openai(scored_on(999)) == {}
+    best = published.beside_openai(scored_on(1000))
+    assert best == {"highest HellaSwag": (0.9, 0.294463)}
 
 
 def test_a_start_says_what_will_be_optimized():
@@ -159,5 +164,5 @@ def test_a_start_says_what_will_be_optimized():
 
 def test_the_published_figures_name_their_sources():
     runs = json.loads((ROOT / "assets" / "published_runs" / "runs.json").read_text())["runs"]
-    assert all("github.com/" in SimpleNamespace(**run).source for run in runs.values())
+    assert all("github.com/" in run["source"] for run in runs.values())
     assert published.OPENAI["hellaswag_by_script"]["124M"]["acc"] == 0.2859
