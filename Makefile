@@ -82,7 +82,7 @@ gpu-run:
 	@. tests/gpu.sh; \
 	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
 	$(if $(HELLASWAG),,echo "no HellaSwag: name its file by HELLASWAG=FILE.jsonl" | tee $$left/hellaswag.log;) \
-	step 150 training $(TRAIN) --max-steps 30 --val-every 10 --val-tokens 262144 --sample-every 10 $(SCORE) $(SMALL) --log-dir $$left/training; \
+	step 150 training $(TRAIN) --max-steps 30 --total-batch-size 65536 --val-every 10 --val-tokens 262144 --sample-every 10 $(SCORE) $(SMALL) --log-dir $$left/training; \
 	step 60 kernels $(PY) tests/profile_step.py --batch-size 64 $(SIZE); \
 	step 75 whole $(CUT) --log-dir $$left/whole; \
 	KILL_AT=$$left/cut/ckpt_000010 step 60 cut $(CUT) --log-dir $$left/cut; \

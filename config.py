@@ -2,11 +2,13 @@
 
 import argparse
 import importlib.util
+import math
 import os
+import shlex
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -18,8 +20,11 @@ from support.common import (
     Positive,
     Range,
     UsageError,
+    beside_script,
     out_of_range,
 )
+
+Config = TypeVar("Config", bound="TrainConfig")
 
 
 @dataclass
@@ -79,6 +84,9 @@ class TrainConfig:
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
     # -- the computation
+    # choose sizes, rates and the number of updates for this long, on this machine and text; typed
+    # flags stay as they are; 0 = off
+    minutes: Amount = 0.0
     seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
     shuffle: bool = True  # in each epoch, reorder the sequences and shift where they start
     device: str = "auto"  # auto | cuda | mps | cpu
@@ -107,6 +115,42 @@ class TrainConfig:
         if problems := wrong_sizes(config, 1):
             raise UsageError(*problems)
         return config
+
+    def with_chosen(self: Config, chosen: dict[str, Any]) -> Config:
+        """The settings with the `chosen` ones, but for flags that were typed."""
+        config = copy(self)
+        vars(config).update((k, v) for k, v in chosen.items() if k not in self.typed)
+        return config
+
+    def sized_for(self: Config, operations: float, vocab_size: int, processes: int) -> Config:
+        """The settings with the sizes for so many operations of training."""
+        typed = {name: getattr(self, name) for name in self.typed}
+        chosen = choose_sizes(operations, vocab_size, typed)
+        least = processes * chosen["sequence_length"]  # a sequence for each
+        chosen["total_batch_size"] = max(chosen["total_batch_size"], least)
+        # HellaSwag needs a network, and small models only guess
+        return self.with_chosen(chosen | dict(hellaswag_every=0, checkpoint_minutes=5.0))
+
+    def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
+        """The settings with the recipe for so many updates."""
+        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd))
+
+    def as_flags(self) -> list[str]:
+        """What repeats a run with these settings, whichever way they were chosen."""
+        usual = TrainConfig()
+        left_out = ("preset", "minutes", "log_dir", "resume", "overwrite")
+        flags = []
+        for name in [field.name for field in fields(TrainConfig) if field.name not in left_out]:
+            value = getattr(self, name)
+            flag = name.replace("_", "-")
+            # an untyped warm-up follows the length of the run
+            if value == getattr(usual, name) and name != "warmup_steps":
+                continue
+            if isinstance(value, bool):
+                flags.append(f"--{flag}" if value else f"--no-{flag}")
+            else:
+                flags += [f"--{flag}", str(value)]
+        return flags
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters
@@ -194,6 +238,64 @@ PRESETS = {name: TrainConfig(name, **changes) for name, changes in RECIPES.items
 VOCAB_SIZES = {"quickstart": 1024, "laptop": 4096}  # what a preset is tuned for, if not GPT-2's
 
 
+# -- how long you have: docs/minutes.md derives the rule of --minutes and shows what it rests on
+
+# n_layer and n_embd: GPT-2's sizes, and smaller ones like them, with heads of 64 channels
+LADDER = [(2, 128), (2, 192), (2, 256), (3, 320), (4, 384), (5, 448), (6, 512), (8, 576), (10, 640)]
+LADDER += [(12, 768), (16, 896), (24, 1024), (36, 1280), (48, 1600)]
+
+
+def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> dict[str, int]:
+    """The sizes of model and batch with the lowest loss after so many operations of training.
+
+    typed: settings that the user has fixed; the others fit around them.
+
+    >>> choose_sizes(2.9e13, 1024, {})
+    {'n_layer': 2, 'n_embd': 192, 'n_head': 3, 'sequence_length': 128, 'total_batch_size': 2048, \
+'val_tokens': 65536}
+    >>> choose_sizes(8.5e18, 50257, {})["total_batch_size"]
+    524288
+    """
+    wanted = math.log(100e6) + 0.375 * math.log(operations / 8.5e18)  # parameters in the blocks
+    shapes = {(typed.get("n_layer", L), typed.get("n_embd", C)) for L, C in LADDER}
+    parameters = {(L, C): 12 * L * C**2 for L, C in shapes}
+    n_layer, C = min(shapes, key=lambda shape: abs(math.log(parameters[shape]) - wanted))
+    n_head = max(h for h in range(1, 2 + C // 64) if C % h == 0 and h <= max(1, C // 64))
+    T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
+    T = typed.get("sequence_length", T)
+    operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
+    tokens = operations / operations_per_token
+    return dict(
+        n_layer=n_layer,
+        n_embd=C,
+        n_head=n_head,
+        sequence_length=T,
+        total_batch_size=max(2048, 2 ** round(math.log2(tokens / 19073))),
+        # ten times these take a twentieth of the time
+        val_tokens=int(min(10485760, max(2**16, 0.015 * tokens))),
+    )
+
+
+def choose_recipe(max_steps: int, epochs: float, n_embd: int) -> dict[str, Any]:
+    """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
+
+    >>> recipe = choose_recipe(1200, 6.0, 256)
+    >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
+    (0.006, 0.3, 40)
+    """
+    rate = 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3
+    return dict(
+        max_steps=max_steps,
+        warmup_steps=min(max_steps // 30, 100),
+        learning_rate=float(f"{min(rate, 1e-2):.2g}"),
+        weight_decay=round(min(0.5, max(0.1, 0.05 * epochs)), 2),
+        optimizer="muon",
+        embedding_lr=4.0,
+        decay="linear",
+        min_lr_frac=0.0,
+    )
+
+
 def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any:
     """The preset with the other flags applied to it."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -205,6 +307,8 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
     )
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
     config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
+    if config.minutes and "max_steps" in config.typed:
+        raise UsageError("--minutes and --max-steps each set the length of the run: choose one")
     if "warmup_steps" not in config.typed:
         config.warmup_steps = usual_warmup(config.preset, config.max_steps)
     return config
@@ -275,7 +379,8 @@ def wrong_places(c: TrainConfig) -> list[str]:
         name = c.data_dir.removeprefix("data/")
         source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""
         size = f" --vocab-size {VOCAB_SIZES[c.preset]}" if c.preset in VOCAB_SIZES else ""
-        command = f"python fineweb.py{source}{size} --data-dir {c.data_dir}"
+        command = f"python {beside_script('fineweb.py')}{source}{size}"
+        command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
         problems.append(f"tracker {c.tracker} is not installed: pip install {c.tracker}")

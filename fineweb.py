@@ -3,7 +3,7 @@
     python fineweb.py                                         FineWeb-Edu's 10B tokens
     python fineweb.py --source stdlib --data-dir data/stdlib  Python's own library, no network
     python fineweb.py --source 'mine/*.jsonl' notes.txt       your own text
-    python fineweb.py --source notes.txt --vocab-size 1024    with a vocabulary of its own
+    python fineweb.py --source notes.txt --vocab-size auto    with a vocabulary of its own
 
 A thread reads text (`read_batches`), worker processes turn it into tokens (`tokenize`), and `pack`
 cuts the stream of tokens into shards. `save_shard` writes each whole or not at all, and notes in
@@ -15,17 +15,17 @@ import glob
 import hashlib
 import json
 import math
-import os
 import re
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
@@ -36,10 +36,11 @@ from support.common import (
     UsageError,
     UserError,
     hash_file,
+    locked,
     parse_flags,
     reading,
+    usable_cores,
     write_whole,
-    writing,
 )
 from support.decontaminate import Benchmark, cut_out
 from support.sources import (
@@ -47,6 +48,7 @@ from support.sources import (
     Place,
     Text,
     find_changes,
+    find_size,
     find_sources,
     find_split,
     read_batches,
@@ -75,8 +77,9 @@ class Config:
     val_tokens: CountOrZero = 0
     max_tokens: CountOrZero = 0  # stop after this many tokens; 0 = at the end of the text
     workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
-    # train a vocabulary of this many tokens, 257 to 65,536, on the training text; 0 = use GPT-2's
-    vocab_size: Annotated[int, Range(0, 2**16)] = 0
+    # train a vocabulary of this many tokens, 257 to 65,536, on the training text; auto = by its
+    # size; 0 = use GPT-2's
+    vocab_size: Annotated[int | Literal["auto"], Range(0, 2**16)] = 0
     # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
     # --vocab-size, 5% of a text without its own split are held out before it is tokenized
     tokenizer: str = ""
@@ -220,7 +223,12 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
         if others := sorted([*folder.glob("*.npy"), *folder.glob("*.bin")]):
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
-    manifest = read_manifest(folder)
+    try:
+        manifest = read_manifest(folder)
+    except UserError:
+        if overwrite:
+            return first
+        raise
     then = NEWER | manifest["options"]
     changes = [
         f"--{key.replace('_', '-')} was {then[key]}, not {value}"
@@ -246,7 +254,7 @@ def read_manifest(folder: Path) -> dict:
     with reading(path):
         manifest = json.loads(path.read_bytes())
         if manifest.pop("checksum") != checksum(manifest):
-            raise UserError(f"{path} is damaged; to verify or to resume, put back a copy")
+            raise UserError(f"{path} is damaged: put back a copy, or rebuild all with --overwrite")
     return manifest
 
 
@@ -279,8 +287,6 @@ NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
 
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
-    from filelock import FileLock, Timeout
-
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
     lists = dict(source=list(config.source), val_source=list(config.val_source))  # as JSON has them
     flags = asdict(config) | lists
@@ -288,11 +294,9 @@ def make_shards(config: Config, folder: Path) -> str:
     if given:
         options["tokenizer"] = given.sha256
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".lock").touch()
+    busy = f"another process is writing to {folder}: wait for it"
     try:
-        with FileLock(folder / ".lock", timeout=1):  # a killed process's workers hold it a moment
+        with locked(folder, 1, busy):  # a killed process's workers hold it a moment
             manifest = open_manifest(folder, options, config.overwrite)
             if not manifest["cursor"]:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
@@ -310,8 +314,6 @@ def make_shards(config: Config, folder: Path) -> str:
                     (folder / ".lock").unlink()
                     for path in new:
                         path.rmdir()
-    except Timeout:
-        raise UserError(f"another process is writing to {folder}: wait for it") from None
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)
@@ -348,14 +350,26 @@ def choose_tokenizer(
         return tokenizer_of_data(folder)
     tokenizer = given or read_tokenizer("gpt2")
     if config.vocab_size:
-        texts = read_for_vocabulary(files, benchmark)
-        tokenizer = train_vocabulary(texts, config.vocab_size)
-        if tokenizer.vocab_size < config.vocab_size:
-            fewer = f"{tokenizer.vocab_size:,} tokens, not {config.vocab_size:,}"
+        size = config.vocab_size
+        if size == "auto":
+            size = choose_vocab_size(find_size(files))
+        tokenizer = train_vocabulary(read_for_vocabulary(files, benchmark), size)
+        if tokenizer.vocab_size < size:
+            fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
             print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
     if given or config.vocab_size:
         manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     return tokenizer
+
+
+def choose_vocab_size(num_bytes: int) -> int:
+    """How many tokens a vocabulary for a text of so many bytes gets: docs/minutes.md.
+
+    >>> [choose_vocab_size(megabytes * 10**6) for megabytes in (1, 10, 100)]
+    [1024, 4096, 16384]
+    """
+    wanted = 10 + 0.6 * math.log2(max(1, num_bytes) / 1e6)
+    return 2 ** round(min(14, max(9, wanted)))
 
 
 def write_shards(
@@ -418,8 +432,9 @@ def save_shard(
     index = len(manifest["shards"])
     if index == 0:
         if (folder / MANIFEST).exists():  # --overwrite
-            for old in read_manifest(folder)["shards"]:
-                (folder / old["name"]).unlink(missing_ok=True)
+            with suppress(UserError):  # of a damaged one, nobody knows the shards
+                for old in read_manifest(folder)["shards"]:
+                    (folder / old["name"]).unlink(missing_ok=True)
         write_manifest(folder, manifest)
         (folder / FILE).unlink(missing_ok=True)
         if "tokenizer" in manifest:
@@ -453,12 +468,16 @@ def check_flags(config: Config) -> None:
     if not config.source:
         raise UsageError("--source names nothing to read")
     other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
+    if "/" in config.name:
+        where = "--data-dir names the directory"
+        raise UsageError(f"--name {config.name}: the names of shards begin with it; {where}")
     if "python" in config.source and other_rule:
         raise UsageError(
             "--source python contains stdlib, and holds out whole packages: "
             "leave out stdlib, --val-tokens and --decontaminate"
         )
-    if 0 < config.vocab_size <= 256 or (config.vocab_size and config.tokenizer):
+    too_small = isinstance(config.vocab_size, int) and 0 < config.vocab_size <= 256
+    if too_small or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
     own_split = {"python", "tinyshakespeare"} & {*config.source}
     if config.val_source and own_split:
@@ -483,8 +502,7 @@ def main(args: list[str]) -> None:
     config = parse_flags(Config, args)
     check_flags(config)
     config.name = config.name or name_after(config.source[0])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    config.workers = config.workers or cores or 1
+    config.workers = config.workers or usable_cores()
     default = "edu_fineweb10B" if config.source == Config.source else f"data/{config.name}"
     folder = Path(config.data_dir or default)
     print(verify_shards(folder) if config.verify else make_shards(config, folder))

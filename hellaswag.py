@@ -63,7 +63,7 @@ def iterate_examples(path: str | Path = "") -> Iterator[Example]:
     with reading("HellaSwag", advice):
         path = find_official() if path in ("", "val") else path
         lines = Path(path).read_bytes().splitlines()
-    if not any(lines):
+    if not any(map(bytes.strip, lines)):
         raise UserError(f"{path} is empty: download it again")
     expected = "as JSON with a `ctx`, 4 `endings` (not empty) and a `label` from 0 to 3,"
     advice = "remove the line, or download the file again"

@@ -2,6 +2,7 @@
 
 python plan.py --preset gpt2-xl --gpus 8 --gpu H100    takes all flags of train_gpt2.py, too
 python plan.py --record log/bench.json                 at the speed that bench.py measured
+python plan.py --minutes 60 --gpu T4                   what --minutes would choose there
 python plan.py --table                                 the presets for GPUs, on 1 and 8 of them
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,6 +81,8 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         problems.append(f"{flags} each set the speed: choose one")
     if config.eval_only:
         problems.append("--eval-only trains nothing: leave it out to plan a training run")
+    if config.minutes and not problems:
+        config = choose_for_minutes(config, GPUS[config.gpu])
     problems = problems or wrong_sizes(config, config.gpus)
     if problems:
         raise UsageError(*problems)
@@ -96,7 +100,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
     return {
-        "parameters": (f"{N:,}", ""),
+        "parameters": (f"{N:,}", f"{shape.n_layer} layers of {shape.n_embd}, T {shape.block_size}"),
         "tokens": (total, f"{config.max_steps:,} steps of {config.total_batch_size:,}"),
         "tokens per parameter": (per_parameter, ""),
         **plan_memory(config, model, GPUS[config.gpu][1]),
@@ -104,6 +108,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         **plan_cost(config, seconds, find_range(config, rate)),
         "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
         "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
+        **({"flags": (shlex.join(config.as_flags()), "")} if config.minutes else {}),
     }
 
 
@@ -129,6 +134,20 @@ def model_on_meta(config: PlanConfig) -> GPT:
             load_weights(model, files, saved.state_dict())
             refuse_other_sizes(config.init_from, model.config, config)
     return model
+
+
+def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
+    """The settings that --minutes would choose at the planned speed, with no time for start-up."""
+    from support.minutes import AIM
+
+    per_second, _ = find_rate(config, gpu, flops=1)
+    vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
+    config = config.sized_for(60 * AIM * config.minutes * per_second, vocab_size, config.gpus)
+    rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
+    steps = max(1, int(60 * AIM * config.minutes * rate / config.total_batch_size))
+    every = math.ceil(steps / 10)
+    config = config.with_chosen(dict(val_every=every, sample_every=every))
+    return config.scheduled_for(steps, epochs=1)
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:

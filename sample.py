@@ -5,6 +5,7 @@ python sample.py --interactive                             asks for prompts
 python sample.py --model log/quickstart/ckpt_001200 --prompt "ROMEO:"
 """
 
+import codecs
 import json
 import sys
 from contextlib import suppress
@@ -71,6 +72,7 @@ def read_prompts(prompt: str) -> list[str]:
         return [replace_surrogates(prompt)]
     if not lines:
         raise UserError(f"--prompt {prompt} has no prompts: give one per line")
+    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
     return [line.rstrip(b"\r\n").decode(errors="replace") for line in lines]
 
 

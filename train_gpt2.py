@@ -18,13 +18,13 @@ from config import TrainConfig, check, parse_command_line, refuse_other_sizes, w
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import clip_gradients, describe_optimizers
-from support import checkpoint, device, divergence, hf, plots, report, resume, sharding
+from support import checkpoint, device, divergence, hf, minutes, plots, report, resume, sharding
 from support.checkpoint import Checkpoint, Progress, Writer
 from support.common import UsageError, UserError, duration, first_line, run_script, say
 from support.compile import compile_model
 from support.distributed import Interrupted, Stop, World, start_world, under_torchrun
 from support.log import Log, alone_in
-from support.memory import explain_out_of_memory, fit_batch_size, refuse_too_large
+from support.memory import explaining_memory, fit_batch_size, refuse_too_large
 from support.tokenizer import tokenizer_of_data
 
 
@@ -151,7 +151,7 @@ def build_run(
     data = resume.identify_data(config, resumed_from)
     before = resumed_from.state if resumed_from else {}
     dtype, total_peak_flops = start_device(config, world, before.get("dtype", ""))
-    model = build_model(config, world, resumed_from)
+    model = build_model(config, world, dtype, resumed_from)
     B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
     train_loader = build_train_loader(config, world, B)
     stop = Stop(world)
@@ -190,9 +190,7 @@ def build_run(
 def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[torch.dtype, float]:
     """Prints device and precision. Returns the autocast dtype and the peak FLOP/s of all GPUs."""
     dtype, reason = device.pick_dtype(world.device, config.dtype, before, world.any)
-    hs = config.n_embd // config.n_head
-    kernel = device.sdpa_choice(world.device, dtype, config.sequence_length, config.n_head, hs)
-    world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason}){kernel}")
+    world.say(f"device: {world.device}, {device.dtype_name(dtype)} ({reason})")
     if world.device.type == "cpu":  # its peak varies with other load
         return dtype, 0.0
     peak, source = device.peak_flops(world.device, dtype)
@@ -227,7 +225,9 @@ def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torc
     )
 
 
-def build_model(config: TrainConfig, world: World, resumed_from: Checkpoint | None = None) -> GPT:
+def build_model(
+    config: TrainConfig, world: World, dtype: torch.dtype, resumed_from: Checkpoint | None = None
+) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
     Loaded weights keep their own fields, except those marked SAME_MATH. With --init-from, flags
@@ -262,7 +262,8 @@ def build_model(config: TrainConfig, world: World, resumed_from: Checkpoint | No
     if difference := model.fingerprint.difference:
         world.say(f"model: not a GPT-2: {difference}; only this code can read its checkpoints")
     sharding.shard(model, world, config.sharding)
-    world.say(f"model: {compile_model(model, world.device, config.compile)}")
+    kernel = device.sdpa_choice(world.device, dtype, model.config)
+    world.say(f"model: {compile_model(model, world.device, config.compile)}{kernel}")
     return model
 
 
@@ -289,9 +290,11 @@ def evaluate_if_due(run: Run) -> bool:
             if "figures" in values:
                 run.world.say(f"step {progress.step:5d} | {show(values['figures'])}")
             run.log.record(progress.step, name, **values)
-    # not at each validation, because all ranks wait for a picture
+    # not at each validation, because a picture takes a second or two of a core
     if "val" in due and run.world.is_main and time.perf_counter() > run.last_picture_time + 120:
-        plots.redraw(run.config.log_dir)
+        drawing = run.writer.thread.submit(plots.redraw, run.config.log_dir)
+        if run.world.device.type not in checkpoint.SAVES_IN_BACKGROUND:
+            drawing.result()
         run.last_picture_time = time.perf_counter()
     return True
 
@@ -473,7 +476,7 @@ def end_interrupted(run: Run, problem: str) -> None:
         save_checkpoint(run)
         run.writer.settle()
     if run.world.is_main:
-        plots.redraw(run.config.log_dir)
+        run.writer.thread.submit(plots.redraw, run.config.log_dir).result()
     saved += f"; resume with: {run.command_to_resume}"
     if problem:
         raise UserError(f"{problem}; {saved}")
@@ -483,28 +486,27 @@ def end_interrupted(run: Run, problem: str) -> None:
 # -- the command
 
 
-def train(config: TrainConfig, args: list[str], world: World) -> None:
+def train(config: TrainConfig, args: list[str], world: World, began: float) -> None:
     """Trains to the last step, or until a signal or an unreadable shard interrupts it."""
     config, resumed_from = resume.find_start(config, world, fields(GPTConfig))
     if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
         world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
         return
+    with explaining_memory(config):
+        build = partial(build_run, args=args, world=world, resumed_from=resumed_from)
+        config = minutes.fit_schedule(config, world, began, build, make_update)
+        run = build(config)
     try:
-        run = build_run(config, args, world, resumed_from)
-    except torch.OutOfMemoryError:
-        raise UserError(explain_out_of_memory(0, config)) from None
-    try:
-        run.stop.listen()
-        about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
-        about["model"] = asdict(run.model.config)
-        about["parameters"] = run.model.num_params()
-        run.log = resume.start_logs(config, world, resumed_from, about)
-        loop(run)
-        finish(run)
+        with explaining_memory(config, run.train_loader.B):
+            run.stop.listen()
+            about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
+            about["model"] = asdict(run.model.config)
+            about["parameters"] = run.model.num_params()
+            run.log = resume.start_logs(config, world, resumed_from, about)
+            loop(run)
+            finish(run)
     except Interrupted as end:
         end_interrupted(run, str(end))
-    except torch.OutOfMemoryError:
-        raise UserError(explain_out_of_memory(run.train_loader.B, config)) from None
     finally:
         run.writer.thread.shutdown()  # however the run ends, finish what is being written
         run.log.close()
@@ -521,10 +523,11 @@ def finish(run: Run) -> None:
         f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
     )
     if run.world.is_main:
-        drawn = Path(run.config.log_dir, "loss.png").exists() and plots.redraw(run.config.log_dir)
+        has_curve = Path(run.config.log_dir, "loss.png").exists()
+        drawn = has_curve and run.writer.thread.submit(plots.redraw, run.config.log_dir).result()
         try:
             report.write_report(run.config.log_dir, drawn)
-            say(report.last_words(run.config, last, progress, run.model.tokenizer))
+            say(report.last_words(run.config, last, progress))
         except Exception as error:
             say(f"no report ({first_line(error)}): the run itself is complete")
 
@@ -539,12 +542,13 @@ def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
     config = copy(config)
     config.compile = False
     config.hellaswag_every = 0
-    run = build_run(config, args, world, resumed_from)
+    with explaining_memory(config):
+        run = build_run(config, args, world, resumed_from)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config))
     failed = [record["step"] for record in records if record["type"] == "diverged"]
     last = min([config.max_steps - 1, *(step + 1 for step in failed[-1:])])
-    with divergence.naming_operations(run.model):
+    with explaining_memory(config, run.train_loader.B), divergence.naming_operations(run.model):
         for step in range(run.progress.step, last + 1):
             run.progress.step = step
             loss, norm, _ = make_update(run, learning_rate(step, config))
@@ -557,20 +561,22 @@ def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
 def evaluate_only(config: TrainConfig, world: World) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
     dtype, _ = start_device(config, world)
-    model = build_model(config, world)
-    B = config.batch_size or fit_batch_size(model, config, world, dtype)
-    evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
-    with sharding.unsharded(model, config.sharding):
+    with explaining_memory(config):
+        model = build_model(config, world, dtype)
+        B = config.batch_size or fit_batch_size(model, config, world, dtype)
+        evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
+    with explaining_memory(config, B), sharding.unsharded(model, config.sharding):
         for name, (_, measure) in evaluations.schedule.items():
             if name != "samples":
                 world.say(show(measure(0).get("figures", {})))
 
 
 def main(args: list[str]) -> None:
+    began = time.perf_counter() - time.process_time()  # by the clock: imports only compute
     config = parse_command_line(args)
     device.prepare_device(config.device, config.deterministic)
     with start_world(config.device) as world:
-        config = resume.as_restarted(config, world)
+        config = minutes.fit_sizes(resume.as_restarted(config, world), world)
         if problems := check(config, world.size):
             raise UsageError(*problems)
         if config.eval_only:
@@ -580,7 +586,7 @@ def main(args: list[str]) -> None:
         else:
             patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
             with alone_in(config.log_dir, world, patience):
-                train(config, args, world)
+                train(config, args, world, began)
 
 
 if __name__ == "__main__":

@@ -244,8 +244,13 @@ def load_state(directory: Path) -> dict:
 
 def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:
     """The states with resize(parameter's name, x) for each matrix x: no padding is saved."""
+
+    def resized(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = resize(name, x) if x.dim() == 2 else x
+        return y.clone() if y.nbytes < x.nbytes else y  # of a view, torch.save writes all storage
+
     states = {
-        name: {key: resize(name, x) if x.dim() == 2 else x for key, x in state.items()}
+        name: {key: resized(name, x) for key, x in state.items()}
         for name, state in moments["state"].items()
     }
     return {**moments, "state": states}

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
     for a full disk: it is no fault of ours.
     at_once: exits without Python's finalization, which would wait for threads and processes.
     """
+    reopen_closed_streams()
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a sample's characters
     code: Any = 0
     try:
@@ -78,6 +80,19 @@ def say(message: str) -> None:
         silence_stdout()
 
 
+def reopen_closed_streams() -> None:
+    """Opens standard streams that were closed (`>&-`, a daemon's) on /dev/null.
+
+    Otherwise they are None, and the next file that is opened would get their number.
+    """
+    while (spare := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(spare)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
 def silence_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -90,6 +105,18 @@ def duration(seconds: float) -> timedelta:
 def counted(n: int, noun: str, ending: str = "s") -> str:
     """'1 shard' or '2 shards'."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
+
+
+def usable_cores() -> int:
+    """The cores that this process may use: a container or a cluster may not give it all."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def beside_script(name: str) -> str:
+    """The path of a script, as one types it where the running one was started; for a shell."""
+    return shlex.quote(str(Path(sys.argv[0]).with_name(name)))
 
 
 @lru_cache(maxsize=1)  # the code that runs is the one that was imported
@@ -113,7 +140,9 @@ class Range:
     high: float = 10**12  # steps, tokens, …: a larger number is a slip of the finger
     above: bool = False  # without the lower end
 
-    def __contains__(self, x: float) -> bool:
+    def __contains__(self, x: float | str) -> bool:
+        if isinstance(x, str):  # a word that the flag knows, such as auto
+            return True
         return self.low <= x <= self.high and not (self.above and x == self.low)
 
     def __str__(self) -> str:
@@ -197,7 +226,7 @@ def write_whole(path: Path, *chunks: bytes) -> str:
                     sha256.update(chunk)
                     file.write(chunk)
                 file.flush()
-                os.fsync(file.fileno())
+                sync(file.fileno())
             beside.replace(path)
         finally:
             beside.unlink(missing_ok=True)
@@ -213,11 +242,60 @@ def hash_file(path: Path) -> str:
     return sha256.hexdigest()
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or the entries of a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+# what a file system says that cannot do what is asked (network, FUSE)
+UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM, errno.ENOLCK, errno.EBADF}
+
+
+@contextmanager
+def if_supported(what: str) -> Iterator[None]:
+    """Tries what is not needed for the data to be whole. If it is refused, says so once."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        say_once(f"this file system refuses {what} ({error.strerror}); going on without")
+
+
+@lru_cache
+def say_once(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def sync(file: Path | int) -> None:
+    """Waits until a file, or the entries of a directory, are on the disk. file: or a descriptor."""
+    descriptor = file if isinstance(file, int) else os.open(file, os.O_RDONLY)
+    try:
+        with if_supported("fsync, so a power cut may lose what was just written"):
+            os.fsync(descriptor)
+    finally:
+        if not isinstance(file, int):
+            os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path, patience: float, problem: str) -> Iterator[None]:
+    """Locks a directory, and makes it. Any end of the process unlocks it.
+
+    Raises UserError(problem) if another process still holds the lock after `patience` seconds.
+    """
+    from filelock import FileLock, Timeout
+
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / ".lock").touch()
+    lock = FileLock(folder / ".lock", timeout=patience)
+    with if_supported("locks, so let no other process write here"):
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(problem) from None
+        except NotImplementedError as error:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def download(url: str) -> bytes:

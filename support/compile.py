@@ -21,8 +21,10 @@ def why_not_compile(device: torch.device) -> str:
         torch.compile(lambda x: x + 1)(torch.ones(2, device=device))
         return ""
     except Exception as error:  # no compiler, no Triton, an unsupported Python, …
-        kind = type(error).__name__
-        return f"torch.compile does not work here: {kind}; it needs a C++ compiler such as g++"
+        own, _, _ = str(error).partition("\nSet TORCH")  # below it, PyTorch says how to see more
+        lines = own.strip().splitlines()
+        reason = ([line for line in lines if "error:" in line] or lines or [""])[-1]  # a compiler's
+        return f"torch.compile does not work here: {type(error).__name__}: {reason.strip()[:300]}"
 
 
 def compile_model(model: GPT, device: torch.device, asked: bool) -> str:

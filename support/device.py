@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,15 +16,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.common import UserError, counted
+from support.common import UserError, counted, usable_cores
 
 
 def pick_device(name: str = "auto") -> torch.device:
     """The device of this name; auto is this machine's accelerator (CUDA or MPS), else the CPU."""
+    refuse_unusable_cache()
     here = torch.accelerator.current_accelerator(check_available=True) or fall_back_to_cpu(name)
     if name not in ("auto", "cpu", here.type):
         raise UserError(f"device {name!r} is not available here: use auto, which is {here.type}")
     return here if name == "auto" else torch.device(name)
+
+
+def refuse_unusable_cache() -> None:
+    """Raises UserError if PyTorch's cache cannot be made: without it, it does not even load all."""
+    try:
+        os.makedirs(
+            os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True
+        )
+    except OSError as error:
+        raise UserError(
+            f"PyTorch has no directory for its cache ({error}): set TORCHINDUCTOR_CACHE_DIR, and "
+            "TMPDIR for temporary files, to directories that can be written"
+        ) from None
 
 
 def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
@@ -40,9 +55,23 @@ def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
         if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
+        refuse_old_gpu(device)
     elif local_size > 1:  # torchrun gives each process one thread; share the cores instead
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_size))
+        torch.set_num_threads(max(1, usable_cores() // local_size))
     return device
+
+
+def refuse_old_gpu(device: torch.device) -> None:
+    """Raises UserError if this PyTorch has no code for so old a GPU."""
+    major, minor = torch.cuda.get_device_capability(device)
+    known = [int(arch.rpartition("_")[2].rstrip("af")) for arch in torch.cuda.get_arch_list()]
+    if known and 10 * major + minor < min(known):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(
+            f"{name} has compute capability {major}.{minor}, and this PyTorch is for "
+            f"{min(known) / 10} and newer: install one for an older CUDA, by pip install "
+            "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+        )
 
 
 def limit_nccl(group: Any, device: torch.device) -> None:
@@ -144,11 +173,12 @@ def autocast(device: torch.device, dtype: torch.dtype) -> torch.autocast:
     return torch.autocast(device.type, dtype, enabled=dtype != torch.float32)
 
 
-def sdpa_choice(device: torch.device, dtype: torch.dtype, T: int, n_head: int, hs: int) -> str:
-    """The attention kernel that PyTorch picks for these heads on a GPU; empty elsewhere."""
+def sdpa_choice(device: torch.device, dtype: torch.dtype, shape: Any) -> str:
+    """The attention kernel that PyTorch picks on a GPU for a GPTConfig's heads; empty elsewhere."""
     if device.type != "cuda":
         return ""
-    qkv = torch.empty(1, T, 3, n_head, hs, dtype=dtype, device=device)
+    hs = shape.n_embd // shape.n_head
+    qkv = torch.empty(1, shape.block_size, 3, shape.n_head, hs, dtype=dtype, device=device)
     q, k, v = qkv.requires_grad_().permute(2, 0, 3, 1, 4)  # as CausalSelfAttention makes them
     choice = torch._fused_sdp_choice(q, k, v, is_causal=True)
     return f", {torch.nn.attention.SDPBackend(choice).name.lower()} for heads of {hs}"
@@ -268,8 +298,11 @@ GPUS = {
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Operations per second at an MFU of 1, and their source: the maker, or a matmul timed here."""
+def peak_flops(device: torch.device, dtype: torch.dtype, patience: float = 3) -> tuple[float, str]:
+    """Operations per second at an MFU of 1, and their source: the maker, or a matmul timed here.
+
+    patience: seconds of matmuls.
+    """
     if device.type == "cuda":
         for pattern, _, float32, half, source in GPUS.values():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
@@ -279,6 +312,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     if device.type == "cpu":
         n = 512 if dtype == torch.float16 else 2048  # a CPU emulates float16, for minutes
     seconds: list[float] = []
-    while sum(seconds) < 3:  # neighbours slow some of them down
+    while sum(seconds) < patience:  # neighbours slow some of them down
         seconds.append(time_matmul(device, dtype, n))
     return 2 * n**3 / min(seconds), f"measured here, the best of {len(seconds)} matmuls, {n} × {n}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import UserError, reading
+from support.common import UserError, if_supported, reading
 from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
@@ -43,6 +44,18 @@ OPENAI = dict(
     scale_attn_by_inverse_layer_idx=False,
     tie_word_embeddings=True,
 )
+# GPT2Config's defaults, which transformers need not write, and its other names for them
+DEFAULTS: dict[str, Any] = dict(
+    vocab_size=VOCAB_SIZE, n_positions=1024, n_embd=768, n_layer=12, n_head=12
+)
+ALIASES = dict(
+    hidden_size="n_embd",
+    max_position_embeddings="n_positions",
+    num_attention_heads="n_head",
+    num_hidden_layers="n_layer",
+)
+# GELU by tanh, which transformers knows by several names
+SAME_GELU = ("gelu_pytorch_tanh", "gelu_python_tanh", "gelu_fast", "gelu_accurate")
 # Settings that nobody writes where they are as in GPT-2.
 UNUSUAL: dict[str, Any] = dict(add_cross_attention=False, pruned_heads={}, quantization_config=None)
 # Settings of transformers' GPT2Config that change neither the logits nor the tokens.
@@ -80,13 +93,30 @@ def read_model(name: str | Path) -> Pretrained:
         origin += " (from the Hugging Face hub)"
     fields, fingerprint = read_config(path)
     with reading(f"the weights in {path}"):
-        if (path / "model.safetensors").exists():
-            weights = load_file(path / "model.safetensors")
-        else:
-            weights = torch.load(path / "pytorch_model.bin", "cpu", weights_only=True)
+        weights = read_weights(path)
         if fingerprint is None:
             weights = gpt2_weights(weights)
+            weights[EMBEDDING] = weights[EMBEDDING][: fields["vocab_size"]]  # without padding
     return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
+
+
+def read_weights(directory: Path) -> Weights:
+    """All tensors of a directory, as they are stored: in one file, or in several with an index."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        names = {name}
+        if (index := directory / f"{name}.index.json").exists():
+            names = set(json.loads(index.read_bytes())["weight_map"].values())
+        elif not (directory / name).exists():
+            continue
+        if name.endswith(".safetensors"):
+            files = [load_file(directory / name) for name in sorted(names)]
+        else:
+            files = [torch.load(directory / n, "cpu", weights_only=True) for n in sorted(names)]
+        return {name: w for file in files for name, w in file.items()}
+    raise UserError(
+        f"{directory} has no weights that are read here (model.safetensors or pytorch_model.bin, "
+        "or their index): save them with transformers' save_pretrained"
+    )
 
 
 def read_fields(name: str) -> dict[str, Any]:
@@ -107,6 +137,9 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             loss = theirs.get("loss", float("nan"))  # older files lack it
             fingerprint = Fingerprint(theirs["difference"], theirs["fingerprint"], loss)
             return theirs["gpt_config"], fingerprint
+        theirs = DEFAULTS | {ALIASES.get(key, key): value for key, value in theirs.items()}
+        if theirs.get("activation_function") in SAME_GELU:
+            theirs["activation_function"] = OPENAI["activation_function"]
         shape = {key: theirs[key] for key in (*SHAPE, "n_positions")}
         n_inner = theirs.get("n_inner") and 4 * theirs["n_embd"]  # null means that, too
         eot = tokenizer_in(directory).eot
@@ -115,7 +148,14 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
         name_unused(path, *sorted(theirs.keys() - expected.keys() - HARMLESS))
+        if theirs["vocab_size"] in padded_sizes(eot + 1):
+            theirs["vocab_size"] = eot + 1
         return {key: theirs[key] for key in SHAPE} | {"block_size": theirs["n_positions"]}, None
+
+
+def padded_sizes(vocab_size: int) -> list[int]:
+    """What others round a vocabulary up to: a multiple of 64 or of 128."""
+    return [-(-vocab_size // multiple) * multiple for multiple in (64, 128)]
 
 
 @cache  # says it once
@@ -169,10 +209,13 @@ def read_pt(path: Path) -> Pretrained:
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(w)))
+    tokenizer = gpt2()
+    if fields["vocab_size"] != VOCAB_SIZE:  # one of its own
+        tokenizer = tokenizer_in(path.parent)
     origin = f"{path} (from build-nanogpt)"
     if "model_args" in saved:
         origin = f"{path} (from nanoGPT; the logits differ slightly, as it trains with exact GELU)"
-    return Pretrained(fields, weights, origin, gpt2())
+    return Pretrained(fields, weights, origin, tokenizer)
 
 
 def download_pretrained(name: str) -> Path:
@@ -184,10 +227,10 @@ def download_pretrained(name: str) -> Path:
         raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
         directory = snapshot_download(
-            name, allow_patterns=["config.json", FILE, "vocab.json", "model.safetensors"]
+            name, allow_patterns=["config.json", FILE, "vocab.json", "model*.safetensors*"]
         )
-        if not Path(directory, "model.safetensors").exists():  # an older repository
-            snapshot_download(name, allow_patterns=["pytorch_model.bin"])
+        if not any(Path(directory).glob("model*.safetensors")):  # an older repository
+            snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     return Path(directory)
 
 
@@ -251,7 +294,7 @@ def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Token
     check_vocabulary(name, model)
     if model.tokenizer.sha256 != of_data.sha256:
         own = name if os.path.isdir(name) else f"the model's {FILE}"
-        choice = "gpt2" if model.tokenizer is gpt2() else own
+        choice = "gpt2" if model.tokenizer is gpt2() else shlex.quote(own)
         raise UserError(
             f"{name} has a vocabulary of {model.tokenizer}, {data_dir} one of {of_data}: make data "
             f"with the model's, by fineweb.py --tokenizer {choice}, or train a new model"
@@ -270,7 +313,8 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
     weights = {name: w.contiguous() for name, w in weights.items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "model.safetensors").chmod(0o644)  # safetensors lets only its owner read it
+    with if_supported("chmod"):  # safetensors lets only the file's owner read it
+        (directory / "model.safetensors").chmod(0o644)
     for name, data in model.tokenizer.files.items():
         (directory / name).write_bytes(data)
     files = json_files(asdict(model.config), model.tokenizer, model.fingerprint)

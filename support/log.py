@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
-import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from glob import glob
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from support.common import UserError, say, write_whole, writing
+from support.common import locked, say, sync, write_whole, writing
 
 if TYPE_CHECKING:
     from support.distributed import World
@@ -46,6 +46,10 @@ class Log:
         with writing(self.dir, GO_ON):
             metrics.write(json.dumps(record) + "\n")
             text.write(line_of(record))
+        self.track(**record)
+
+    def track(self, *, step: int, type: str, **values: Any) -> None:
+        """Sends a record to the tracker, if there is one."""
         if self.tracker:
             if type == "samples":
                 values["samples"] = "\n\n---\n\n".join(values["samples"])
@@ -57,7 +61,7 @@ class Log:
         """Waits until everything recorded is on the disk."""
         with writing(self.dir, GO_ON):
             for file in self.files:
-                os.fsync(file.fileno())
+                sync(file.fileno())
 
     def close(self) -> None:
         if self.tracker:
@@ -68,28 +72,35 @@ class Log:
                 closing.enter_context(file)
 
 
-def open_log(log_dir: Path, records: list[dict], tracker: Any = None) -> Log:
+def open_log(log_dir: Path, records: Iterable[dict], tracker: Any = None) -> Log:
     """Begins both files again with these records, and leaves them open."""
     metrics = log_dir / "metrics.jsonl"
     text = log_dir / "log.txt"
-    write_whole(metrics, *[json.dumps(r).encode() + b"\n" for r in records])
-    write_whole(text, "".join(map(line_of, records)).encode())
+    # a long run's records take ten times the memory of its lines: one at a time
+    lines = [(json.dumps(record) + "\n", line_of(record)) for record in records]
+    write_whole(metrics, *[line.encode() for line, _ in lines])
+    write_whole(text, *[line.encode() for _, line in lines])
     # by lines, so that a reader sees each at once, and a kill loses none
     files = (metrics.open("a", buffering=1), text.open("a", buffering=1))
     return Log(log_dir, files, tracker)
 
 
-def open_tracker(name: str, log_dir: Path, run: dict, step: int) -> Any:
-    """Something with wandb's `log(values, step=…)` and `finish()`, or None. run: its first record.
+def open_tracker(name: str, log_dir: Path, run: dict, step: int, began: str = "") -> Any:
+    """Something with wandb's `log(values, step=…)` and `finish()`, or None.
 
-    A resumed run replaces what TensorBoard has from `step` on.
+    run: the record of this start. began: the time of the first one. A run that resumes at `step`
+    is the same run for the tracker; what TensorBoard has is replaced from there on.
     """
     if name == "none":
         return None
     if name == "tensorboard":
         return open_tensorboard(log_dir / "tensorboard", step)
     tracker = importlib.import_module(name)
-    tracker.init(project="gpt2", name=log_dir.name, config=run["config"] | run["model"])
+    same: dict[str, str] = {"resume": "allow" if step else "never"}  # trackio knows it by name
+    if name == "wandb":
+        identity = hashlib.sha256(f"{log_dir.resolve()} {began}".encode()).hexdigest()[:16]
+        same = {"resume": "allow", "id": identity}
+    tracker.init(project="gpt2", name=log_dir.name, config=run["config"] | run["model"], **same)
     return tracker
 
 
@@ -112,23 +123,12 @@ def alone_in(log_dir: str | Path, world: World, patience: float) -> Iterator[Non
 
     Raises UserError on every rank if another run still holds the lock after `patience` seconds.
     """
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(Path(log_dir) / ".lock", timeout=patience)
-    with world.fail_together(), writing(Path(log_dir)):
-        try:
+    problem = f"another run is writing to {log_dir}: wait for it, or choose another --log-dir"
+    with ExitStack() as held:
+        with world.fail_together():
             if world.is_main:
-                lock.acquire()  # makes the directory, too
-        except Timeout:
-            raise UserError(
-                f"another run is writing to {log_dir}: wait for it, or choose another --log-dir"
-            ) from None
-        except NotImplementedError:
-            say(f"{log_dir}: this file system has no locks: let no other run write here")
-    try:
+                held.enter_context(locked(Path(log_dir), patience, problem))
         yield
-    finally:
-        lock.release()
 
 
 def line_of(record: dict) -> str:
@@ -140,19 +140,21 @@ def line_of(record: dict) -> str:
     return f"{record['step']} {record['type']} {value:.{digits}f}\n"
 
 
-def records_before(log_dir: Path, step: int, evaluated: bool) -> list[dict]:
+def records_before(log_dir: Path, step: int, evaluated: bool) -> Iterator[dict]:
     """The records of log_dir that precede a checkpoint, so that a resume writes no step twice.
 
     evaluated: whether the run had evaluated this step before it saved the checkpoint.
     """
     path = log_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    records = read_metrics(path)
-    lost = path.read_bytes().count(b"\n") - len(records)
-    if lost > 0:  # a kill only cuts the last line, which then has no end
+    lost = 0
+    for line in open_lines(path):
+        if record := parse_record(line):
+            if is_before(record, step, evaluated):
+                yield record
+        else:
+            lost += line.endswith("\n")  # a kill only cuts the last line, which then has no end
+    if lost:
         say(f"{path}: damaged lines left out: {lost}")
-    return [record for record in records if is_before(record, step, evaluated)]
 
 
 def is_before(record: dict, step: int, evaluated: bool) -> bool:
@@ -199,15 +201,28 @@ def read_log(path: Path) -> dict[str, tuple]:
     return streams
 
 
-def read_metrics(path: Path) -> list[dict]:
-    """The records of metrics.jsonl; none without the file. Skips damaged lines."""
-    records = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
-        with suppress(json.JSONDecodeError):
-            record = json.loads(line)
-            if isinstance(record, dict) and "type" in record:
-                records.append(record)
-    return records
+def open_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a file, with their ends; none without the file."""
+    if path.exists():
+        with path.open(errors="replace") as file:
+            yield from file
+
+
+def parse_record(line: str) -> dict:
+    """The record in a line of metrics.jsonl; empty if the line is damaged."""
+    with suppress(json.JSONDecodeError):
+        record = json.loads(line)
+        if isinstance(record, dict) and "type" in record:
+            return record
+    return {}
+
+
+def read_metrics(path: Path, updates: bool = True) -> list[dict]:
+    """The records of metrics.jsonl, or those that are no updates. Skips damaged lines."""
+    lines = open_lines(path)
+    if not updates:
+        lines = (line for line in lines if not line.startswith('{"type": "train"'))
+    return list(filter(None, map(parse_record, lines)))
 
 
 def starts_of(records: list[dict]) -> list[dict]:
@@ -215,15 +230,17 @@ def starts_of(records: list[dict]) -> list[dict]:
     return [record for record in records if record["type"] in ("run", "resume")]
 
 
-def read_run(directory: str | Path, **config: Any) -> LoggedRun:
+def read_run(directory: str | Path, updates: bool = True, **config: Any) -> LoggedRun:
     """Reads a run's directory, or a log like log.txt. `config` describes a run that has only that:
 
     read_run("build-nanogpt/log", data_dir="edu_fineweb10B", total_batch_size=524288, n_layer=12)
+
+    updates: whether its records of updates are wanted, too. Of a long run they take a GB.
     """
     directory = Path(directory)
     if directory.is_file():
         return LoggedRun(directory.stem, read_log(directory), [], config)
-    records = read_metrics(directory / "metrics.jsonl")
+    records = read_metrics(directory / "metrics.jsonl", updates)
     first = records[0] if records else {}
     config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -105,8 +106,12 @@ def fit_batch_size(
     device = world.device.type
     if device == "cuda" and not is_sharded(model):
         world.warm_up_nccl()
+        total = torch.cuda.get_device_properties(world.device).total_memory
 
         def fits_here(B: int) -> bool:
+            needed = estimate_memory(model, config, B, dtype.itemsize, device)
+            if world.any(sum(needed.values()) > 1.3 * total):  # it would take a minute to compile
+                return False
             return not world.any(runs_out_of_memory(model, config, B, world, dtype))
 
         B = largest_batch(sequences, fits_here)
@@ -176,6 +181,15 @@ def refuse_too_large(make: Callable[[], GPT], processes: int) -> None:
             f"the weights of n_layer {model.config.n_layer} and n_embd {model.config.n_embd} need "
             f"{need:,} bytes, but each process has only {free:,}: choose a smaller model"
         )
+
+
+@contextmanager
+def explaining_memory(config: TrainConfig, batch_size: int = 0) -> Iterator[None]:
+    """Raises UserError, with what to do, if a GPU's memory does not suffice inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise UserError(explain_out_of_memory(batch_size, config)) from None
 
 
 def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:

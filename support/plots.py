@@ -95,7 +95,7 @@ def label_lines(axis: Any) -> None:
 def plot_run(log_dir: str | Path) -> Any:
     """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
-    run = read_run(log_dir)
+    run = read_run(log_dir, updates=False)
     has_scores = scored([run]) and len(run.streams["hella"][0]) > 1
     figure, axes = new_figure(1, 2 if has_scores else 1)
     draw_loss(axes[0], [run])
@@ -280,7 +280,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color=GREY, linewidth=0.6, relpos=(across, 0))
-        style = dict(family="monospace", fontsize=7.5, parse_math=False, arrowprops=arrow)
+        style = dict(family="monospace", fontsize=7.5, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
     axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=90)
     return figure
@@ -303,6 +303,8 @@ def draw_by_time(axis: Any, runs: list[LoggedRun]) -> None:
 
 def plot_training(runs: list[LoggedRun]) -> Any:
     """Draws learning rate, gradient norm, throughput, MFU and memory by step, where recorded."""
+    from matplotlib.ticker import LogFormatter
+
     scale = "log" if len(runs) > 1 else "linear"
     panels = {  # field: the axis's label and scale, and the unit
         "lr": ("learning rate", scale, 1),
@@ -323,6 +325,9 @@ def plot_training(runs: list[LoggedRun]) -> Any:
         axis.legend()
         if yscale == "linear":
             axis.set_ylim(bottom=0)
+        else:  # the usual labels are mathematical text, see gpt2.mplstyle
+            axis.yaxis.set_major_formatter(LogFormatter())
+            axis.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
     return figure
 
 

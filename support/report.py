@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.common import counted, duration, revision, write_whole
+from support.common import beside_script, counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
 from support.log import read_run, starts_of
 from support.published import beside_openai
-from support.tokenizer import Tokenizer, gpt2
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -148,9 +147,7 @@ def describe_best(best: dict[str, Any]) -> str:
     return f"ckpt_{best['step']:06d}, with the lowest validation loss: {best['loss']:.4f}"
 
 
-def last_words(
-    config: TrainConfig, last_saved: Path | None, progress: Progress, tokenizer: Tokenizer
-) -> str:
+def last_words(config: TrainConfig, last_saved: Path | None, progress: Progress) -> str:
     """How well it predicts text, where report, curve and checkpoint are, and what to run next."""
     python = "python"
     if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
@@ -165,14 +162,15 @@ def last_words(
         lines["The curve:"] = f"{log_dir}/loss.png"
     if progress.best_saved:
         lines["The best:"] = f"{log_dir}/{describe_best(progress.best_saved)}"
+    commands = {}
     if last_saved:
-        prompt = shlex.quote(config.sample_prompt)
-        lines["Sample it:"] = f"{python} sample.py --model {last_saved} --prompt {prompt}"
-    if config.data_dir in ("data/stdlib", "data/tinyshakespeare"):
+        where = shlex.join([str(last_saved), "--prompt", config.sample_prompt])
+        commands["Sample it:"] = ("sample.py", f"--model {where}")
+    if config.data_dir in ("data/stdlib", "data/tinyshakespeare", "data/python"):
         mine = "--data-dir data/mine"
-        size = "" if tokenizer is gpt2() else f" --vocab-size {tokenizer.vocab_size}"
-        train = f"{python} train_gpt2.py --preset quickstart {mine} --log-dir log/mine"
-        lines["Your own text:"] = f"{python} fineweb.py --source my.txt{size} {mine}"
-        lines["  then"] = f"{train} --sample-prompt 'The '"
-        lines["GPT-2 itself:"] = f"{python} plan.py (hours and dollars on GPUs)"
+        commands["Your own text:"] = ("fineweb.py", f"--source my.txt --vocab-size auto {mine}")
+        commands["  then"] = ("train_gpt2.py", f"--minutes 20 {mine} --log-dir log/mine")
+        commands["GPT-2 itself:"] = ("plan.py", "(hours and dollars on GPUs)")
+    for name, (script, rest) in commands.items():
+        lines[name] = f"{python} {beside_script(script)} {rest}"
     return "\n".join(["", *(f"{name:16}{line}" for name, line in lines.items())])

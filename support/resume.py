@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Iterable
 from copy import copy
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,17 @@ import torch
 
 from support import checkpoint
 from support.checkpoint import Checkpoint, Progress
-from support.common import UserError, revision, writing
+from support.common import UsageError, UserError, beside_script, revision, writing
 from support.device import device_name
-from support.log import Log, open_log, open_tracker, read_metrics, records_before, starts_of
+from support.log import (
+    EVENTS,
+    Log,
+    open_log,
+    open_tracker,
+    read_metrics,
+    records_before,
+    starts_of,
+)
 from support.token_files import find_shards, identify
 
 if TYPE_CHECKING:
@@ -25,7 +34,7 @@ if TYPE_CHECKING:
 
 # A resumed run may change these without a word.
 SILENT = {"preset", "resume", "overwrite", "log_dir", "init_from", "device", "find_nan"}
-SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best"}
+SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best", "minutes"}
 
 # What a change means, where its name does not say it
 REORDERED = " (the rest of this epoch has another order: some sequences repeat, others are missed)"
@@ -34,7 +43,7 @@ MEANINGS["val_tokens"] = " (validation losses are not comparable with those befo
 
 
 def command_line(launcher: str, args: list[str]) -> str:
-    return f"{launcher} {shlex.join(['train_gpt2.py', *args])}"
+    return f"{launcher} {beside_script('train_gpt2.py')} {shlex.join(args)}".rstrip()
 
 
 def args_to_resume(args: list[str]) -> list[str]:
@@ -64,12 +73,36 @@ def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
             config = copy(config)
             config.resume = "auto"
             config.overwrite = False
-    return world.broadcast(config)
+    return as_chosen(world.broadcast(config), world)
+
+
+def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
+    """With --minutes, a resumed run keeps what its start chose, but for flags typed now.
+
+    A run that was killed before it chose has left no record, and chooses again.
+    """
+    folder = Path(config.log_dir) if config.resume == "auto" else Path(config.resume).parent
+    if not config.minutes or config.resume == "none":
+        return config
+    starts = world.broadcast(starts_of(read_metrics(folder / "metrics.jsonl", updates=False)))
+    if not starts:
+        return config
+    before = starts[-1]["config"]
+    if before.get("minutes") != config.minutes:
+        raise UsageError(
+            f"--minutes {config.minutes:g}: the run in {folder} was started with --minutes "
+            f"{before.get('minutes', 0):g}, which cannot change: type that, or start a new run in "
+            "another --log-dir"
+        )
+    own = ("log_dir", "resume", "overwrite", "find_nan", "eval_only", "init_from")
+    config = config.with_chosen({k: v for k, v in before.items() if k not in own})
+    config.typed = config.typed | {"max_steps"}  # nothing is left to choose
+    return config
 
 
 def records_of(config: TrainConfig) -> list[dict[str, Any]]:
-    """The records of the run in log_dir; none if there is no run."""
-    return read_metrics(Path(config.log_dir, "metrics.jsonl"))
+    """The records of the run in log_dir but for its updates; none if there is no run."""
+    return read_metrics(Path(config.log_dir, "metrics.jsonl"), updates=False)
 
 
 def find_start(
@@ -261,14 +294,21 @@ def start_logs(
     log_dir = Path(config.log_dir)
     step = resumed_from.state["step"] if resumed_from else 0
     # before the old run is cleared away: this may fail
-    tracker = open_tracker(config.tracker, log_dir, about, step)
+    own = resumed_from is not None and is_own(config, resumed_from)
+    first = [*(starts_of(records_of(config)) if own else []), about][0]
+    tracker = open_tracker(config.tracker, log_dir, about, step, first.get("time", ""))
     with writing(log_dir):
         clear_the_way(config, resumed_from)
     if resumed_from is None:
         return open_log(log_dir, [{"type": "run", **about}], tracker)
-    kept = []
-    if is_own(config, resumed_from):
+    kept: Iterable[dict] = []
+    if own:
         kept = records_before(log_dir, step, resumed_from.state["evaluated"])
     else:
         about = about | {"resumed_from": str(resumed_from.path.resolve())}
-    return open_log(log_dir, [*kept, {"type": "resume", "step": step, **about}], tracker)
+    again = {"type": "resume", "step": step, **about}
+    log = open_log(log_dir, chain(kept, [again]), tracker)
+    for record in records_of(config):  # TensorBoard has lost what was measured at this step
+        if record.get("step") == step and record["type"] not in EVENTS:
+            log.track(**record)
+    return log

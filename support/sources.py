@@ -8,9 +8,11 @@ import codecs
 import glob
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
+import shlex
 import sys
 import sysconfig
 import time
@@ -25,6 +27,7 @@ from typing import Any, NamedTuple
 
 from support.common import UserError, hash_file, reading
 from support.decontaminate import Benchmark, cut_out
+from support.tokenizer import NO_SPACE, SPACE
 
 HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "fineweb-edu-10B": "hub:HuggingFaceFW/fineweb-edu:sample-10BT",
@@ -50,7 +53,7 @@ VOCABULARY_TEXT = 100_000_000  # bytes that a vocabulary is trained on
 DISTINCT_WORDS = 10_000_000  # bytes of words, each once: 1 GB of memory
 WORD = re.compile(r"[^\W_]+")
 STRETCH = 2**20  # bytes of a text file that are read at a time
-BEFORE_LAST_SPACE = re.compile(r".*\S(?=\s)", re.DOTALL)  # ends in a visible character
+BEFORE_LAST_SPACE = re.compile(rf".*{NO_SPACE}(?={SPACE})", re.DOTALL)
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
@@ -176,12 +179,13 @@ def find_local(source: str, column: str) -> Iterator[File]:
     if not (paths := find_paths(source)):
         raise UserError(f"--source {source}: no such file, and none of the sources in --help")
     for path in paths:
-        kind = path.removesuffix(".gz").rpartition(".")[2]
+        kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
         if kind not in READERS:
-            globs = [os.path.join(path, f"*.{kind}{gz}") for kind in READERS for gz in ("", ".gz")]
-            matching = [f"'{pattern}'" for pattern in globs if glob.glob(pattern)]
+            ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
+            globs = [os.path.join(path, folders, end) for end in ends for folders in ("", "**")]
+            matching = [shlex.quote(g) for g in globs if glob.glob(g, recursive="**" in g)]
             hint = f"give {' '.join(matching)}" if matching else "copy plain text to a .txt file"
-            raise UserError(f"--source {path}: .txt, .jsonl and .parquet are read; {hint}")
+            raise UserError(f"--source {path}: .txt, .md, .jsonl and .parquet are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
 
 
@@ -200,7 +204,7 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
     urls = builder.config.data_files[split]
     for i, url in enumerate(urls):  # each file is a shard of the stream
         tables = partial(stream.shard(len(urls), i).iter, batch_size=100)
-        yield File(url, partial(read_rows, tables, column), info.sha)
+        yield File(url, partial(read_rows, tables, column, url), info.sha)
 
 
 def find_changes(sources: list[str], stamps: dict[str, list], all_read: bool) -> list[str]:
@@ -306,6 +310,16 @@ def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Itera
             return
 
 
+def find_size(files: list[File]) -> int:
+    """The bytes of the text to train on, as far as VOCABULARY_TEXT."""
+    size = 0
+    for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
+        size += num_bytes(text)
+        if size >= VOCABULARY_TEXT:
+            break
+    return size
+
+
 def num_bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
@@ -314,7 +328,14 @@ def num_bytes(text: str) -> int:
 
 
 def open_file(path: str) -> Any:
-    return gzip.open(path) if path.endswith(".gz") else open(path, "rb")
+    """Opens a file, and unpacks it by the end of its name."""
+    if path.lower().endswith(".gz"):
+        return gzip.open(path)
+    if path.lower().endswith(".zst"):
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
+    return open(path, "rb")
 
 
 def read_text(path: str, column: str = "") -> Iterator[Text]:
@@ -324,17 +345,30 @@ def read_text(path: str, column: str = "") -> Iterator[Text]:
     in this order, so no token is cut in two. A byte order mark is left out.
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    done = 0  # bytes decoded
+
+    def decode(data: bytes, final: bool = False) -> str:
+        nonlocal done
+        waiting, _ = decoder.getstate()  # the first bytes of a character
+        try:
+            text = decoder.decode(data, final)
+        except UnicodeDecodeError as error:
+            place = done - len(waiting) + error.start
+            raise ValueError(f"byte {place:,} is not UTF-8: {error.reason}") from error
+        done += len(data)
+        return text
+
     text = ""
     starts = True
     with open_file(path) as file:
         while len(data := file.read(STRETCH)) == STRETCH:
             seen = max(0, len(text) - 1)  # no stretch ends before: this keeps the time linear
-            text += decoder.decode(data)
+            text += decode(data)
             if stretch := BEFORE_LAST_SPACE.match(text, seen):
                 yield text[: stretch.end()], starts
                 text = text[stretch.end() :]
                 starts = False
-    yield text + decoder.decode(data, final=True), starts
+    yield text + decode(data, final=True), starts
 
 
 def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:
@@ -351,14 +385,32 @@ def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text
 
 
 def read_jsonl(path: str, column: str) -> Iterator[Text]:
-    """Yields the text that each line, a JSON object, has under `column`."""
-    expected = f"as a JSON object with a text as its {column!r} (--column),"
+    """Yields the text under `column` of each JSON object: a line of the file, or all in a list."""
+    begun = False
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                with reading(f"{path}, line {number}, {expected}"):
-                    text = json.loads(line)[column] + ""  # a TypeError if it is not a text
-                yield text, True
+            if not line.strip():
+                continue
+            with reading(f"{path}, line {number}, as a JSON object,"):
+                if not begun and line.lstrip().startswith(b"["):
+                    rows = json.loads(line + file.read())
+                else:
+                    rows = [json.loads(line)]
+            begun = True
+            for row in rows:
+                yield take_text(row, column, f"{path}, line {number}"), True
+
+
+def take_text(row: Any, column: str, where: str) -> str:
+    """The text under `column` of a JSON object; null is an empty document. Raises UserError."""
+    if not isinstance(row, dict) or column not in row:
+        names = list(row) if isinstance(row, dict) else row
+        raise UserError(f"{where} has no {column!r} but {names!r:.200}; --column names another")
+    if not isinstance(row[column], str | None):
+        raise UserError(
+            f"{where}: {column!r} is {row[column]!r:.60}, not a text; --column names another"
+        )
+    return row[column] or ""
 
 
 def read_parquet(path: str, column: str) -> Iterator[Text]:
@@ -370,17 +422,28 @@ def read_parquet(path: str, column: str) -> Iterator[Text]:
         if column not in (names := parquet.schema_arrow.names):
             raise UserError(f"{path} has no column {column!r} but {names}; --column names another")
         tables = partial(parquet.iter_batches, 100, columns=[column], use_threads=False)
-        yield from read_rows(tables, column)
+        yield from read_rows(tables, column, path)
 
 
-def read_rows(tables: Callable[[], Iterable], column: str) -> Iterator[Text]:
+def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterator[Text]:
     """Yields each row of a column of Arrow's tables; a null is an empty document."""
+    from pyarrow.types import is_primitive
+
     for table in tables():
+        if is_primitive(kind := table.column(column).type):  # numbers, dates, …
+            found = f"{name}: {column!r} is of {kind}"
+            raise UserError(f"{found}, not of text; --column names another")
         for text in table.column(column).cast("string").to_pylist():
             yield text or "", True
 
 
-READERS = {"txt": read_text, "json": read_jsonl, "jsonl": read_jsonl, "parquet": read_parquet}
+READERS: dict[str, Callable[[str, str], Iterator[Text]]] = {
+    "txt": read_text,
+    "md": read_text,
+    "json": read_jsonl,
+    "jsonl": read_jsonl,
+    "parquet": read_parquet,
+}
 
 
 # -- batches
@@ -436,7 +499,7 @@ def read_patiently(file: File) -> Iterator[Text]:
                     number += 1
                 return
             except Exception as error:
-                if wait is None or not file.commit:
+                if wait is None or not file.commit or isinstance(error, UserError):
                     raise
                 print(f"\n{file.name}: {error}; trying again in {wait} s", file=sys.stderr)
             time.sleep(wait)

@@ -10,9 +10,10 @@ import json
 import os
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,10 @@ END = "<|endoftext|>"  # starts every document
 # How GPT-2 cuts text into words before it merges bytes (the pattern of tiktoken's r50k_base).
 PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# Before the last of very many spaces. Unlike Python's \s, tiktoken's lacks \x1c to \x1f.
-LAST_SPACE = re.compile(r"(?=[^\S\x1c-\x1f][\S\x1c-\x1f])(?<=[^\S\x1c-\x1f]{100000})")
+# tiktoken's \s and \S: Python's \s has \x1c to \x1f, too
+SPACE = r"[^\S\x1c-\x1f]"
+NO_SPACE = r"[\S\x1c-\x1f]"
+LAST_SPACE = re.compile(rf"(?={SPACE}{NO_SPACE})(?<={SPACE}{{100000}})")  # of very many
 
 # The characters for bytes in Hugging Face's files: a visible one its own, the others from 256 on
 # (encoder.py of openai/gpt-2).
@@ -156,14 +159,20 @@ def replace_surrogates(text: str) -> str:
 def train_vocabulary(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """A vocabulary of `vocab_size` tokens, or fewer if no pair of tokens comes twice any more."""
     trained = tokenizers.Tokenizer(models.BPE())
-    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces = pre_tokenizers.Split(tokenizers.Regex(".{1,1000}"), "isolated")
+    trained.pre_tokenizer = pre_tokenizers.Sequence([words, pieces])  # as `trainer` is quadratic
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    trained.train_from_iterator(map(replace_surrogates, texts), trainer)
+    # in a thread, because only Python's own code hears Ctrl-C
+    train = partial(trained.train_from_iterator, map(replace_surrogates, texts), trainer)
+    thread = ThreadPoolExecutor(1)
+    thread.submit(train).result()
+    thread.shutdown()
     # Its threads do not survive a fork: later ones do without, and are not warned of it.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     model = json.loads(trained.to_str())["model"]

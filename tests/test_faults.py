@@ -5,6 +5,8 @@ import io
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import subprocess
 import time
@@ -22,6 +24,7 @@ from conftest import (
     documents,
     environment,
     losses,
+    run_program,
     started,
     tiny_run,
     wait_for,
@@ -86,6 +89,43 @@ def test_a_run_needs_no_home_no_utf8_no_git_and_nobody_who_reads_its_output(corp
     assert (process.stderr.read(), process.wait()) == (b"", 0)
     assert len(losses(tmp_path / "log")) == 30
     assert checkpoint.checkpoints(tmp_path / "log")
+
+
+def test_a_file_system_that_refuses_what_is_not_needed_is_told_once_and_holds_all(corpus, tmp_path):
+    library = tmp_path / "refuse.so"
+    source = Path(__file__).with_name("refuse.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    (tmp_path / "a.txt").write_text("one two three " * 40)
+    data = ("--source", tmp_path / "a.txt", "--data-dir", tmp_path / "data", "--workers", 1)
+    for script, args in (
+        ("train_gpt2.py", tiny_run(corpus, tmp_path / "log", "", *EVERY_TWO)),
+        ("fineweb.py", data),
+    ):
+        done = run_program(command(script, *args), LD_PRELOAD=str(library))
+        assert done.returncode == 0, done.stderr
+        told = [line for line in done.stderr.splitlines() if "this file system refuses" in line]
+        words = ("fsync", "chmod", "locks") if script == "train_gpt2.py" else ("locks",)
+        refused = [re.search(r"refuses (\w+)", line)[1] for line in told]
+        assert sorted(refused) == sorted(words)
+    assert not checkpoint.damage_of(tmp_path / "log" / "ckpt_000006")
+    assert "as they were written" in fineweb.verify_shards(tmp_path / "data")
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_scripts_run_with_closed_streams_and_write_nothing_of_them_elsewhere(
+    corpus, finished, tmp_path, closed
+):
+    scripts = {
+        "train_gpt2.py": tiny_run(corpus, tmp_path / "log", "--max-steps 3 --checkpoint-every 3"),
+        "sample.py": ["--model", finished / "ckpt_000006", "--prompt", "a", "--device", "cpu"],
+        "fineweb.py": ["--source", "stdlib", "--max-tokens", 9000, "--data-dir", tmp_path / "d"],
+    }
+    for script, args in scripts.items():
+        typed = shlex.join(command(script, *args))
+        done = run_program(["sh", "-c", f"{typed} {closed}"], cwd=tmp_path)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert not checkpoint.damage_of(tmp_path / "log" / "ckpt_000003")
+    assert "as they were written" in fineweb.verify_shards(tmp_path / "d")
 
 
 def test_a_save_that_is_refused_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program."""
 
+import codecs
 import errno
 import hashlib
 import io
@@ -164,7 +165,7 @@ WORDS = ["".join(random.Random(i).choices("etaoinshrdlu", k=1 + i % 9)) for i in
 def test_a_text_file_read_in_stretches_has_the_tokens_of_the_whole(tmp_path, monkeypatch):
     choose = random.Random(5)
     alphabet = ["a", "Bc", " ", "  ", "\n", "\r\n", "\t", "'", "'s", "é", "你", "🙂", "12", "!"]
-    alphabet += ["\u3000", "\u0085", "\x1c", "<|endoftext|>"]
+    alphabet += ["\u3000", "\u0085", "\x1c", "!\x1f", "<|endoftext|>"]  # a sign, to tiktoken
     for size in (1, 7, 16, 50):
         monkeypatch.setattr(sources, "STRETCH", size)
         for _ in range(40):
@@ -195,6 +196,25 @@ def test_reading_goes_on_from_any_place(tmp_path, kind, monkeypatch):
     assert n > 150 and [place for place, _ in batches] == places
     for i in [0, 1, 16, 17, 18, 99, 100, 101, n - 2, n - 1, n, n + 1, n + 99]:
         assert list(read_batches(files, *places[i][:2])) == batches[i:]
+
+
+def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
+    rows = [{"text": "one"}, {"text": None}, {"text": "two\n"}]
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd").write(lines)
+    (tmp_path / "b.JSON").write_text("\n" + json.dumps(rows, indent=1))
+    (tmp_path / "c.JSONL").write_bytes(codecs.BOM_UTF8 + lines)
+    pq.write_table(pa.table({"text": ["one", None, "two\n"]}), tmp_path / "d.parquet")
+    for path in sorted(tmp_path.iterdir()):
+        [(_, batch)] = read_batches(files_of(path))
+        assert [text for text, _ in batch] == ["one", "", "two\n"], path.name
+    pq.write_table(pa.table({"text": pa.nulls(2)}), tmp_path / "e.parquet")
+    (tmp_path / "f.TXT").write_text("three")
+    (tmp_path / "g.md").write_text("four")
+    texts = [
+        t for name in "efg" for _, b in read_batches(files_of(tmp_path / f"{name}.*")) for t in b
+    ]
+    assert [text for text, _ in texts] == ["", "", "three", "four"]
 
 
 # -- the stream and its shards
@@ -563,19 +583,25 @@ def test_a_killed_worker_is_one_sentence_and_resumable(tmp_path, long_run):
 GOOD_LINES = b'{"text": "x"}\n' * 150
 COLUMN = pa.BufferOutputStream()
 pq.write_table(pa.table({"content": ["a"]}), COLUMN)
-NO_OBJECT = "line 151, as a JSON object with a text as its 'text' (--column), cannot be read ("
+NUMBERS = pa.BufferOutputStream()
+pq.write_table(pa.table({"text": [1, None]}), NUMBERS)
+NO_OBJECT = "line 151, as a JSON object, cannot be read ("
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
         ("b.parquet", b"PAR1 and no more", "cannot be read (ArrowInvalid: "),
-        ("b.txt", "some text, café".encode("latin-1"), "cannot be read (UnicodeDecodeError: "),
+        ("b.txt", "some text, café".encode("latin-1"), "byte 14 is not UTF-8"),
+        ("b.txt", b"a b " * 2**19 + b"\xff", "byte 2,097,152 is not UTF-8"),  # stretches before it
         ("b.parquet", COLUMN.getvalue().to_pybytes(), "has no column 'text' but ['content']"),
         ("b.txt", None, "cannot be read (FileNotFoundError: "),
         ("b.jsonl", GOOD_LINES + '{"text": "é"}'.encode("latin-1"), NO_OBJECT),
         ("b.jsonl", GOOD_LINES + b"{what", NO_OBJECT),
-        ("b.jsonl", GOOD_LINES + b'{"text": 5}', NO_OBJECT),
+        ("b.jsonl", GOOD_LINES + b'{"text": 5}', "'text' is 5, not a text; --column names"),
+        ("b.jsonl", b'{"body": "a", "id": 3}', "has no 'text' but ['body', 'id']; --column names"),
+        ("b.json", b'[{"text": "a"},\n["b"]]', "has no 'text' but ['b']"),
+        ("b.parquet", NUMBERS.getvalue().to_pybytes(), "'text' is of int64, not of text"),
     ],
 )
 def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, content, message):
@@ -594,10 +620,11 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
     ("options", "message"),
     [
         ("--source nosuch.txt", "--source nosuch.txt: no such file, and none of the sources in"),
-        ("--source .", "--source .: .txt, .jsonl and .parquet are read; give './*.jsonl' './*.p"),
-        ("--source zipped/", "--source zipped/: .txt, .jsonl and .parquet are read; give 'zip"),
-        ("--source zipped/*.md", "zipped/c.md: .txt, .jsonl and .parquet are read; copy plain"),
-        ("--source empty", "--source empty: .txt, .jsonl and .parquet are read; copy plain"),
+        ("--source .", "--source .: .txt, .md, .jsonl and .parquet are read; give './**/*.md' "),
+        ("--source zipped/", ".jsonl and .parquet are read; give 'zipped/*.md' 'zipped/**/*.md'"),
+        ("--source zipped/*.pdf", "zipped/c.pdf: .txt, .md, .jsonl and .parquet are read; copy"),
+        ("--source empty", "--source empty: .txt, .md, .jsonl and .parquet are read; copy plain"),
+        ("--source good.jsonl --name a/b", "--name a/b: the names of shards begin with it"),
         ("--source", "--source names nothing to read"),
         ("--source hub:", "hub: cannot be read (HFValidationError: Repo id must use"),
         ("--source good.jsonl --data-dir a.pdf", "a.pdf cannot be written (File exists): fix "),
@@ -606,14 +633,16 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
-    for name in ("a.pdf", "b.parquet", "stray.npy", "zipped/b.json.gz", "zipped/c.md", "empty/d"):
+    for name in ("a.pdf", "b.parquet", "stray.npy", "zipped/c.pdf", "zipped/c.md", "empty/d"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     write_jsonl(tmp_path / "good.jsonl", ["x"])
     monkeypatch.chdir(tmp_path)
     done = call("fineweb.py", *options.split())
     assert message in done.stderr
-    assert done.returncode == (2 if "names" in message or "--val" in options else 1)
+    assert done.returncode == (
+        2 if "names" in message.replace("names a", "") or "--val" in options else 1
+    )
 
 
 # -- the hub, played by a server on this machine that is not in the best of health
@@ -839,9 +868,10 @@ def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, outc
     before = contents(folder)
     for act in (lambda: make(folder, source), lambda: fineweb.verify_shards(folder)):
         told = sentence(act)
-        assert f"{path} cannot be read (" in told or f"{path} is damaged; to verify or to " in told
+        assert f"{path} cannot be read (" in told or f"{path} is damaged: put back a copy" in told
     assert contents(folder) == before
     outcome("shards and manifests", f"manifest.json: {now}", TOLD)
+    assert "tokens in" in make(folder, source, overwrite=True), "what the sentence advises"
 
 
 @pytest.mark.parametrize("touched, said", [(False, ""), (True, "a.jsonl has changed")])

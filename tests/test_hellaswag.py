@@ -119,7 +119,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("content", "message"), [*MISTAKES.items(), (b"\n\n", "is empty")])
+@pytest.mark.parametrize(("content", "message"), [*MISTAKES.items(), (b"\n \n\t\n", "is empty")])
 def test_a_malformed_file_is_one_short_sentence_with_the_line(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(content)

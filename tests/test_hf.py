@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 import model
 from model import GPT, GPTConfig
 from support.common import UserError
-from support.hf import Fingerprint, Pretrained, refuse_other_change
-from support.tokenizer import gpt2
+from support.fingerprint import EMBEDDING
+from support.hf import HEAD, Fingerprint, Pretrained, check_vocabulary, refuse_other_change
+from support.tokenizer import gpt2, train_vocabulary
 
 transformers = pytest.importorskip("transformers")
 
@@ -66,6 +67,66 @@ def test_weights_as_on_the_hub_load_without_the_prefix_with_masks_and_as_a_pickl
     file.unlink()
     torch.save(weights, tmp_path / "pytorch_model.bin", **old)  # before PyTorch 1.6, and since
     assert same_weights(GPT.from_pretrained(tmp_path), ours)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_every_layout_that_transformers_loads_is_loaded(tmp_path, safe):
+    small = dict(n_positions=24, n_layer=2, n_head=2, n_embd=16)
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**small))
+    theirs.save_pretrained(tmp_path, max_shard_size="1MB")
+    if not safe:  # as older versions wrote it
+        index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+        for name in set(index["weight_map"].values()):
+            torch.save(load_file(tmp_path / name), tmp_path / f"{name}.bin")
+            (tmp_path / name).unlink()
+        index["weight_map"] = {name: f"{file}.bin" for name, file in index["weight_map"].items()}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+        (tmp_path / "model.safetensors.index.json").unlink()
+    assert not (tmp_path / "model.safetensors").exists()
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["vocab_size"], config["n_layer"], config["n_positions"]  # the default, two aliases
+    config |= dict(num_hidden_layers=2, max_position_embeddings=24)
+    config["activation_function"] = "gelu_pytorch_tanh"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    idx = torch.randint(0, 50257, (2, 20))
+    with torch.no_grad():
+        expected = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)(idx).logits
+        assert (GPT.from_pretrained(tmp_path)(idx)[0] - expected).abs().max() < 1e-4
+    for path in tmp_path.glob("*model*"):
+        path.unlink()
+    with pytest.raises(
+        UserError, match=r"has no weights that are read here \(model.safetensors or"
+    ):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_the_padding_of_someone_elses_embedding_is_cropped_but_no_other_size(tmp_path, tiny):
+    tiny.save_pretrained(tmp_path)
+    file, config = tmp_path / "model.safetensors", tmp_path / "config.json"
+    weights = load_file(file)
+    for rows, is_padding in {50304: True, 50300: False}.items():
+        padded = weights | {EMBEDDING: torch.randn(rows, 32)}
+        padded[EMBEDDING][:50257] = weights[EMBEDDING]
+        save_file(padded, file)
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": rows}))
+        if is_padding:
+            assert same_weights(GPT.from_pretrained(tmp_path), tiny)
+            continue
+        with pytest.raises(UserError, match="has 50300 tokens, its tokenizer 50257"):
+            check_vocabulary(str(tmp_path), GPT.from_pretrained(tmp_path))
+
+
+def test_a_pt_file_with_a_vocabulary_of_its_own_takes_the_tokenizer_beside_it(tmp_path):
+    own = train_vocabulary(["a b c"], 257)
+    fields = FIELDS | dict(vocab_size=257)
+    ours = random_model(vocab_size=257)
+    weights = ours.state_dict()
+    weights |= {name: weights[name][:257] for name in (EMBEDDING, HEAD)}
+    torch.save({"model_args": fields, "model": weights}, tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match="of its vocabulary beside its weights"):
+        check_vocabulary("it", GPT.from_pretrained(tmp_path / "ckpt.pt"))
+    (tmp_path / "tokenizer.json").write_text(own.json)
+    assert GPT.from_pretrained(tmp_path / "ckpt.pt").tokenizer.sha256 == own.sha256
 
 
 MASK = "transformer.h.1.attn.bias"

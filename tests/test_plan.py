@@ -18,7 +18,7 @@ from config import PRESETS, TrainConfig, parse_command_line
 from model import GPT, GPTConfig
 from plan import PlanConfig
 from support import checkpoint
-from support.common import UserError
+from support.common import UsageError, UserError
 from support.device import GPUS
 from support.distributed import Stop, start_world
 from support.memory import estimate_memory, fit_batch_size, state_memory
@@ -306,3 +306,12 @@ def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
     changed = dict(model_type="gpt2-changed", gpt_config=fields, difference="a", fingerprint=[])
     (tmp_path / "config.json").write_text(json.dumps(changed))
     assert facts(f"{flags} 512 --activation-checkpointing"), "which changes no result"
+
+
+def test_a_plan_for_minutes_is_the_reproduction_where_the_time_is_its_own(capsys):
+    plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", "none"])
+    page = capsys.readouterr().out
+    assert "12 layers of 768, T 1024" in page and "steps of 524,288" in page
+    assert "flags" in page and "--optimizer muon" in page and "--max-steps 18" in page
+    with pytest.raises(UsageError, match="choose one"):
+        plan.main(["--minutes", "48", "--max-steps", "9"])

@@ -28,7 +28,7 @@ from support.log import (
     read_runs,
     records_before,
 )
-from support.tokenizer import gpt2, train_vocabulary
+from support.resume import command_line
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
     "command": "python train_gpt2.py --max-steps 60 --seed 2 --overwrite",
@@ -67,7 +67,7 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
 
 def resume(run, step, command):
     """The log of a run that goes on at this step, started by this command."""
-    records = records_before(run, step, evaluated=True)
+    records = list(records_before(run, step, evaluated=True))
     again = {**records[0], "type": "resume", "step": step, "command": command}
     return open_log(run, [*records, again])
 
@@ -379,15 +379,34 @@ def test_the_last_words_are_the_loss_of_text_the_best_checkpoint_and_what_to_run
     last = Path("log/quickstart/ckpt_000200")
     losses = {"validation, bits per byte": 2.06, "validation, nats per character": 1.428}
     progress = Progress(best_saved={"step": 180, "loss": 3.1234}, losses=losses)
-    own = train_vocabulary(["a text"], 300)
-    words = report.last_words(quickstart, last, progress, own)
+    words = report.last_words(quickstart, last, progress)
     assert "2.060 bits per byte = 1.428 nats per character" in words
     assert "log/quickstart/ckpt_000180, with the lowest validation loss: 3.1234" in words
     prompt = shlex.quote(quickstart.sample_prompt)
     assert f"sample.py --model log/quickstart/ckpt_000200 --prompt {prompt}" in words
-    assert f"--source my.txt --vocab-size {own.vocab_size} --data-dir data/mine" in words
+    assert "--source my.txt --vocab-size auto --data-dir data/mine" in words
+    assert "train_gpt2.py --minutes 20 --data-dir data/mine" in words
     assert "plan.py" in words
     mine = dataclasses.replace(quickstart, data_dir="data/mine")
-    words = report.last_words(mine, None, Progress(), gpt2())
+    words = report.last_words(mine, None, Progress())
     assert "sample.py" not in words, "nothing was saved"
     assert "my.txt" not in words and "plan.py" not in words, "the user has done that"
+
+
+def test_a_name_with_signs_of_mathematics_is_written_as_it_is(tmp_path):
+    name = "price_$5_to_$9 \\frac{"
+    records = [dict(type="run", config=dict(data_dir=name), model={}, parameters=3)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    (tmp_path / "log.txt").write_text("".join(f"{i} train {5 - i}.0\n" for i in range(3)))
+    figure = plots.plot_run(tmp_path)
+    assert figure.axes[0].get_title(loc="left").startswith(name)
+
+
+def test_printed_commands_can_be_typed_where_the_script_was_started(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["../my code/train_gpt2.py"])
+    config = dataclasses.replace(PRESETS["quickstart"], log_dir="log/a b")
+    words = report.last_words(config, Path("log/a b/ckpt_000200"), Progress())
+    assert "python '../my code/sample.py' --model 'log/a b/ckpt_000200' --prompt ROMEO:" in words
+    assert "python '../my code/fineweb.py' --source my.txt" in words
+    typed = command_line("python", ["--log-dir", "log/a b"])
+    assert typed == "python '../my code/train_gpt2.py' --log-dir 'log/a b'"

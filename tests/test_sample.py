@@ -191,6 +191,7 @@ def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(
         ("one\n\nthree\n", ["one", "", "three"]),
         ("one\r\n\r\nthree\r\n", ["one", "", "three"]),
         ("\n", [""]),
+        ("\ufeffone\n\ufefftwo", ["one", "\ufefftwo"]),  # only a file begins with a byte order mark
     ],
 )
 def test_each_line_is_a_prompt_and_only_a_line_feed_ends_it(tmp_path, content, prompts):

@@ -363,7 +363,7 @@ def refusal(args: list[str], world: World) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "evaluate_if_due", evaluate)
         try:
-            train_gpt2.train(config, args, world)
+            train_gpt2.train(config, args, world, began=0.0)
         except UserError as error:
             assert "--resume auto" in str(error) and not list(Path(config.log_dir).glob("*ckpt*"))
             return re.findall(r"rank \d", str(error))
@@ -383,7 +383,7 @@ def resume_all(folder: Path, more: list[str]) -> None:
                 flags = tiny_run(folder / "shards", log_dir, TWENTY, *middle, *more)
                 args = [*map(str, flags), "--sharding", strategy]
                 config = parse_command_line(args)
-                train_gpt2.train(config, args, world)
+                train_gpt2.train(config, args, world, began=0.0)
                 last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
                 hashes.append(hashlib.sha256(last).hexdigest())
                 middle = ["--resume", log_dir / "ckpt_000010"]

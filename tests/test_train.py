@@ -48,9 +48,10 @@ import hellaswag
 import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, divergence, plots
+from support import checkpoint, device, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError
+from support.compile import why_not_compile
 from support.device import bfloat16_speed, emulates_bfloat16, free_memory, pick_dtype
 from support.distributed import Interrupted, Stop, World, start_world
 from support.divergence import MOST_SKIPPED, why_stop
@@ -622,6 +623,15 @@ def test_another_model_or_optimizer_gives_only_its_weights(corpus, run_dir, tmp_
     assert losses(tmp_path / "new")[0] < losses(run_dir)[0] - 0.1
 
 
+def test_no_padding_is_saved_with_an_optimizers_state(tiny, tmp_path):
+    wte = "transformer.wte.weight"
+    padded = {"state": {wte: {"exp_avg": tiny.transformer.wte.weight.detach()}}}
+    saved = checkpoint.resize_states(padded, tiny.without_padding)["state"][wte]["exp_avg"]
+    assert saved.shape == (50257, 32)
+    torch.save(saved, tmp_path / "saved.pt")
+    assert (tmp_path / "saved.pt").stat().st_size < 50280 * 32 * 4, "of a view, all is written"
+
+
 @pytest.mark.parametrize("keep", [1, 2, 4, 5, 9])
 def test_pruning_keeps_the_newest_and_the_best(tmp_path, keep):
     names = [f"ckpt_{step:06d}" for step in range(1, 6)]
@@ -651,8 +661,8 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
 
     gpu = SimpleNamespace(device=SimpleNamespace(type="cuda"), size=1, any=bool)
     gpu.warm_up_nccl = lambda: order.append("NCCL")
-    of_0_bytes = SimpleNamespace(total_memory=0)
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: of_0_bytes)
+    memory = SimpleNamespace(total_memory=10**9)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
     monkeypatch.setattr("support.memory.runs_out_of_memory", try_on_the_cpu)
     monkeypatch.setattr(tiny, "forward", with_little_memory)
@@ -661,6 +671,11 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
         assert fit_batch_size(tiny, config, gpu, torch.float32) == B
         assert all(p.grad is None for p in tiny.parameters()), "nothing of the trial stays"
     assert order == ["NCCL", 2, "NCCL", 64, 32, 16, 8, 4], "NCCL takes its memory first"
+    order.clear()
+    parts = estimate_memory(tiny, config, 16, width=4, device="cuda")
+    memory.total_memory = sum(parts.values()) // 1.3 + 1
+    assert fit_batch_size(tiny, config, gpu, torch.float32) == 4
+    assert order == ["NCCL", 16, 8, 4], "what the estimate excludes is not even compiled"
     problem = "another error"
     with pytest.raises(RuntimeError, match=problem):
         fit_batch_size(tiny, config, gpu, torch.float32)
@@ -670,6 +685,7 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
 def test_a_gpus_memory_grows_in_segments_unless_the_user_says_otherwise(monkeypatch, name):
     set_by_user = {name: "a:1"} if name else {}
     found = []
+    monkeypatch.setattr("support.device.refuse_old_gpu", lambda device: None)
     monkeypatch.setattr(os, "environ", set_by_user.copy())
     monkeypatch.setattr("support.device.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
@@ -693,17 +709,66 @@ def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, n
         main(["--deterministic", "--device", "cpu"])
 
 
-def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch, capsys):
-    config = TrainConfig(dtype="bfloat16", n_head=24)
-    train_gpt2.start_device(config, WORLD)
-    assert capsys.readouterr().out == "device: cpu, bfloat16 (--dtype)\n"
-    gpu = SimpleNamespace(device=torch.device("cuda"), size=1, say=print, any=bool)
+def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch):
+    shape = GPTConfig(n_head=24)  # not of the flags, but of the model: --init-from has its own
+    assert device.sdpa_choice(torch.device("cpu"), torch.bfloat16, shape) == ""
     monkeypatch.setattr(torch, "empty", lambda *size, device, dtype: torch.zeros(size, dtype=dtype))
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda q, k, v, is_causal: 3)  # cuDNN
-    monkeypatch.setattr("support.device.peak_flops", lambda device, dtype: (1e12, "a test"))
-    train_gpt2.start_device(config, gpu)
-    line = "device: cuda, bfloat16 (--dtype), cudnn_attention for heads of 32\n"
-    assert capsys.readouterr().out.startswith(line)
+    named = device.sdpa_choice(torch.device("cuda"), torch.bfloat16, shape)
+    assert named == ", cudnn_attention for heads of 32"
+
+
+@pytest.mark.parametrize("capability, is_known", [((7, 0), False), ((7, 5), True), ((9, 0), True)])
+def test_a_gpu_that_is_too_old_for_this_pytorch_is_told_what_to_install(
+    monkeypatch, capability, is_known
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
+    archs = ["sm_75", "sm_80", "sm_90a", "sm_100", "compute_120"]
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
+    if is_known:
+        device.refuse_old_gpu(torch.device("cuda"))
+        return
+    with pytest.raises(
+        UserError, match=r"V100 has compute capability 7\.0, and .* is for 7\.5 and newer"
+    ):
+        device.refuse_old_gpu(torch.device("cuda"))
+
+
+def test_a_gpu_that_is_full_while_a_nan_is_looked_for_is_a_sentence(run_dir, corpus, monkeypatch):
+    def fill(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(train_gpt2, "make_update", fill)
+    args = tiny_run(corpus, run_dir, "--find-nan --resume auto --max-steps 9")
+    with pytest.raises(UserError, match="micro-batch of 2: add --batch-size 1"):
+        main([str(arg) for arg in args])
+
+
+@pytest.mark.parametrize("own, shown", [
+    ("No working C++ compiler found: g++", "No working C++ compiler found: g++"),
+    ("C++ compile error\nx.h:1: fatal error: Python.h: No such file\ncompilation terminated.\n",
+     "x.h:1: fatal error: Python.h: No such file"),
+    ("", "RuntimeError:"),
+])  # fmt: skip
+def test_why_nothing_is_compiled_is_the_compilers_own_last_line(monkeypatch, own, shown):
+    def refuse(*_, **__):
+        raise RuntimeError(f"{own}\n\nSet TORCHDYNAMO_VERBOSE=1 for the stack\n")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    assert why_not_compile(torch.device("cpu")).rstrip().endswith(shown)
+
+
+def test_a_cache_that_cannot_be_made_and_cores_that_are_not_ours(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
+    threads = []
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    device.claim_device("cpu", 0, 2)
+    assert threads == [1], "a half of the three that this process may use"
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with pytest.raises(UserError, match=r"no directory for its cache .*: set TORCHINDUCTOR"):
+        device.claim_device("cpu", 0, 1)
 
 
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
@@ -852,7 +917,7 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
     flags = "--n-head 3 --total-batch-size 100 --batch-size 7 --warmup-steps 99"
     done = train(tmp_path / "nowhere", tmp_path / "log", flags, expect=2)
     assert len(done.stderr.splitlines()) == 4
-    for words in ("use 15 or 18", "use 96 or 112", "python fineweb.py", "warmup_steps 99"):
+    for words in ("use 15 or 18", "use 96 or 112", "fineweb.py --data-dir", "warmup_steps 99"):
         assert words in done.stderr
 
 
@@ -984,6 +1049,28 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     ]
 
 
+def test_wandb_and_trackio_continue_the_same_run_and_an_overwritten_one_is_another(
+    run_dir, monkeypatch
+):
+    service = Mock()
+    for name in ("wandb", "trackio"):
+        monkeypatch.setitem(sys.modules, name, service)
+    about = {"config": {}, "model": {}, "time": "now"}
+    config = TrainConfig(log_dir=str(run_dir), resume="auto", tracker="wandb")
+    begun = read_records(run_dir, "run")[0] | {"model": {}}
+    open_tracker("wandb", run_dir, begun, 0, begun["time"])
+    start_logs(config, WORLD, checkpoint.find([run_dir / "ckpt_000004"], WORLD), about)
+    start_logs(dataclasses.replace(config, overwrite=True), WORLD, None, about)
+    first, resumed, other = [call.kwargs for call in service.init.call_args_list]
+    assert first["id"] == resumed["id"] != other["id"]
+    assert {call["resume"] for call in (first, resumed, other)} == {"allow"}
+    service.init.reset_mock()
+    for step in (0, 4):
+        open_tracker("trackio", run_dir, begun, step, begun["time"])
+    assert [call.kwargs["resume"] for call in service.init.call_args_list] == ["never", "allow"]
+    assert all("id" not in call.kwargs for call in service.init.call_args_list)
+
+
 def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
     run_dir, monkeypatch
 ):
@@ -1020,6 +1107,22 @@ def test_tensorboard_gets_the_metrics_and_the_samples(shards, tmp_path):
     assert values == pytest.approx(losses(tmp_path / "log"))
     assert {"train/lr", "train/norm"} <= set(events.Tags()["scalars"])
     assert "samples/samples/text_summary" in events.Tags()["tensors"]
+
+
+@pytest.mark.parametrize("every", ["2", "3"])
+def test_after_a_resume_tensorboard_has_what_metrics_jsonl_has(corpus, tmp_path, every):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    flags = f"--tracker tensorboard --val-every 1 --val-tokens 160 --checkpoint-every {every}"
+    train(corpus, tmp_path, flags)
+    shutil.rmtree(tmp_path / "ckpt_000006")
+    time.sleep(1)  # the name of TensorBoard's file has the second in it
+    train(corpus, tmp_path, f"{flags} --resume auto")
+    events = reader.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    for kind, value in (("val", "val_loss"), ("train", "loss")):
+        logged = [(event.step, event.value) for event in events.Scalars(f"{kind}/{value}")]
+        records = read_records(tmp_path, kind)
+        assert [step for step, _ in logged] == [record["step"] for record in records]
+        assert [v for _, v in logged] == pytest.approx([record[value] for record in records])
 
 
 # -- short runs, models that files decide, evaluation alone, pictures and cards
@@ -1098,9 +1201,9 @@ def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags
     config = parse_command_line([*args, "--no-compile"])
     if has:
         with pytest.raises(UserError, match=rf"model {has} leave these flags out.* from scratch$"):
-            build_model(config, WORLD)
+            build_model(config, WORLD, torch.float32)
     else:
-        assert build_model(config, WORLD).config.n_layer == 2
+        assert build_model(config, WORLD, torch.float32).config.n_layer == 2
 
 
 def test_eval_only_prints_what_training_does_and_writes_nothing(corpus, tmp_path, monkeypatch):

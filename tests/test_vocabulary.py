@@ -2,8 +2,11 @@
 
 import ast
 import json
+import random
 import shutil
+import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import TINY, HerePool, run_program, warm_train
+from conftest import TINY, HerePool, command, run_program, started, wait_for_file, warm_train
 from contract import call
 
 import fineweb
@@ -22,7 +25,7 @@ from model import GPT
 from support import sources
 from support.common import UserError
 from support.token_files import find_shards
-from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data
+from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data, train_vocabulary
 
 GREEK = "".join(f"Το πλοίο αριθμός {n} έφυγε από το λιμάνι το πρωί με άνεμο.\n" for n in range(900))
 JAPANESE = "".join(
@@ -281,13 +284,57 @@ def test_flags_that_contradict_each_other_are_refused(flags, words):
     assert done.returncode == 2 and words in done.stderr
 
 
+def test_auto_chooses_the_vocabulary_by_the_text_and_the_manifest_keeps_its_size(tmp_path):
+    words = [f"{a}{b}{c} " for a in "bcdfg" for b in "aeiou" for c in "klmnp"]
+    (tmp_path / "text.txt").write_text("".join(words) * 20)
+    flags = (
+        "--source",
+        tmp_path / "text.txt",
+        "--vocab-size",
+        "auto",
+        "--data-dir",
+        tmp_path / "d",
+    )
+    first = call("fineweb.py", *flags)
+    assert first.returncode == 0, first.stderr
+    size = tokenizer_of_data(tmp_path / "d").vocab_size
+    assert 257 < size <= 512 and f"vocabulary: {size} tokens" in first.stdout
+    manifest = json.loads((tmp_path / "d" / "manifest.json").read_text())
+    assert manifest["tokenizer"]["vocab_size"] == size
+    again = call("fineweb.py", *flags)
+    assert "is complete" in again.stdout
+    done = call("fineweb.py", *flags[:2], "--vocab-size", "many", "--data-dir", tmp_path / "e")
+    assert done.returncode == 2 and "{auto}" in done.stderr
+
+
+@pytest.mark.timeout(120)  # it took minutes, or had no end
+@pytest.mark.parametrize("word", ["a" * 10**6, "\0" * 10**6, "ACGT" * 50_000, " " * 10**6])
+def test_a_word_of_any_length_is_no_work_for_a_vocabulary(word):
+    word = "".join(random.Random(0).sample(word, len(word)))
+    tokenizer = train_vocabulary(["the cat sat on the mat " * 99, word], 300)
+    assert tokenizer.vocab_size > 257
+
+
+def test_ctrl_c_ends_the_training_of_a_vocabulary(tmp_path):
+    choose = random.Random(1)
+    (tmp_path / "a.txt").write_text("".join(choose.choices("!?.,;:abcdef", k=4 * 10**6)))
+    args = ("--source", tmp_path / "a.txt", "--vocab-size", 20000, "--data-dir", tmp_path / "d")
+    with started(command("fineweb.py", *args)) as process:
+        wait_for_file(tmp_path / "d" / ".lock")
+        time.sleep(2)  # now it trains: that takes ten seconds and more
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted: the same command resumes" in told
+    assert [path.name for path in (tmp_path / "d").iterdir()] == [".lock"]
+
+
 def test_nanogpts_characters_are_refused_with_the_command_that_makes_tokens(tmp_path):
     for split in ("train", "val"):
         (tmp_path / f"{split}.bin").write_bytes(bytes(200))
     (tmp_path / "meta.pkl").write_bytes(b"not a pickle")
     done = call("train_gpt2.py", "--data-dir", tmp_path, *TINY)
     command = (
-        f"python fineweb.py --source {tmp_path}/input.txt --vocab-size 1024 --data-dir data/mine"
+        f"python fineweb.py --source {tmp_path}/input.txt --vocab-size auto --data-dir data/mine"
     )
     assert done.returncode == 1 and command in done.stderr
 

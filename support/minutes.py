@@ -1,0 +1,145 @@
+"""--minutes: sizes from the operations that fit the time, the number of updates from a rehearsal.
+
+The rule itself is in config.py: choose_sizes and choose_recipe.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import shlex
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from support.common import UserError, beside_script
+from support.device import dtype_name, peak_flops, pick_dtype
+from support.tokenizer import tokenizer_of_data
+
+if TYPE_CHECKING:
+    from config import TrainConfig
+    from support.distributed import World
+
+AIM = 0.92  # of the time, because the machine may get busier
+EFFICIENCY = 0.35  # of the speed of matmuls, which training reaches: docs/minutes.md
+EVALUATING = 0.05  # of the time
+START = 20.0  # seconds for imports and compiling
+LAST = 5.0  # seconds for the last checkpoint, the picture and the report
+EPOCHS = 20  # more of them would only memorize the text: docs/minutes.md
+REHEARSED = 20  # updates, at most
+REHEARSING = 0.05  # of the time, at most, for them
+
+
+def is_open(config: TrainConfig) -> bool:
+    """Whether the run's length is to be chosen: not without --minutes, nor on a resume."""
+    return config.minutes > 0 and "max_steps" not in config.typed
+
+
+def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
+    """The settings with sizes for the operations that fit the time. Measures matmuls."""
+    if not is_open(config) or not Path(config.data_dir).is_dir():
+        return config
+    dtype, _ = pick_dtype(world.device, config.dtype, anywhere=world.any)
+    speed = EFFICIENCY * world.size * peak_flops(world.device, dtype, patience=1)[0]
+    seconds = AIM * 60 * config.minutes
+    operations = world.broadcast((seconds - min(START, seconds / 2)) * speed)
+    world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")
+    # in float32, compiled updates are hardly faster, and compiling takes half a minute
+    config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
+    return config.sized_for(operations, tokenizer_of_data(config.data_dir).vocab_size, world.size)
+
+
+def fit_schedule(
+    config: TrainConfig, world: World, began: float, build: Callable, make_update: Callable
+) -> TrainConfig:
+    """The settings with as many updates as fit, and the recipe for them: by a rehearsal.
+
+    began: when the command did, by the clock. build: makes a run of settings. The rehearsal is
+    silent and leaves nothing behind.
+    """
+    if not is_open(config):
+        return config
+    with redirect_stdout(io.StringIO()):
+        run = build(config)
+        until = time.perf_counter() + REHEARSING * 60 * config.minutes
+        update, evaluation = rehearse(run, make_update, until)
+    loader = run.train_loader
+    found = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
+    epoch = loader.num_sequences * loader.T / config.total_batch_size  # updates
+    num_params = run.model.num_params()
+    del run, loader
+    gc.collect()  # its parts refer to each other, and the next run needs their memory
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    spent = time.perf_counter() - began
+    left = AIM * 60 * config.minutes - spent - LAST
+    steps, every = world.broadcast(divide_time(config, left, update, evaluation))
+    if steps < 10:
+        raise UserError(
+            f"--minutes {config.minutes:g}: no ten updates fit the time, after {spent:.0f} s of "
+            f"start-up, at {update:.1f} s each: give more minutes, or type smaller sizes"
+        )
+    if steps > EPOCHS * epoch:
+        steps = int(EPOCHS * epoch)
+        world.say(f"minutes: the text is short: more than {EPOCHS} epochs would only memorize it")
+    config = config.scheduled_for(steps, steps / epoch)
+    config = config.with_chosen(found | dict(val_every=every, sample_every=every))
+    per_parameter = steps * config.total_batch_size / num_params
+    world.say(
+        f"minutes: {steps:,} updates, {1000 * update:.0f} ms each: "
+        f"{per_parameter:.2g} tokens per parameter, {steps / epoch:.1f} epochs"
+    )
+    world.say(f"minutes: the same run again: {as_command(config, world)}")
+    return config
+
+
+def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, float]:
+    """Seconds of an update and of the evaluations, once they are compiled. It spoils the run.
+
+    until: when it ends, by the clock, though not before the second update.
+    """
+    evaluations = [measure for _, measure in run.evaluations.schedule.values()]
+    seconds = []
+    for _ in range(2):  # the first time compiles
+        start = time.perf_counter()
+        for measure in evaluations:
+            measure(0)
+        seconds.append(time.perf_counter() - start)
+    updates = []
+    for n in range(1 + REHEARSED):
+        start = time.perf_counter()
+        make_update(run, 0.0)
+        updates.append(time.perf_counter() - start)
+        if n and run.world.broadcast(time.perf_counter() > until):
+            break
+    run.stop.read_vote()
+    return median(updates[1:]), seconds[1]
+
+
+def divide_time(
+    config: TrainConfig, left: float, update: float, evaluation: float
+) -> tuple[int, int]:
+    """How many updates fit the time that is left, and after how many each evaluation comes.
+
+    update, evaluation: their seconds. There is one evaluation more, at step 0.
+    """
+    evaluations = max(2, min(10, int(EVALUATING * left / max(evaluation, 0.01))))
+    if "val_every" in config.typed and config.val_every:  # each update costs its share
+        evaluations = 0
+        update += evaluation / config.val_every
+    steps = int((left - (1 + evaluations) * evaluation) / update)
+    return steps, math.ceil(max(1, steps) / max(1, evaluations))
+
+
+def as_command(config: TrainConfig, world: World) -> str:
+    """What repeats a run with these settings, in another log_dir."""
+    command = f"{world.launcher} {beside_script('train_gpt2.py')} {shlex.join(config.as_flags())}"
+    if world.device.type == "cpu" and world.size == 1:
+        command = f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
+    return command

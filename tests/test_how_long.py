@@ -1,0 +1,143 @@
+"""--minutes: what it chooses, that printed flags and a resume are the same run, what it refuses.
+
+Never how long a run takes: that is measured in docs/minutes.md.
+"""
+
+import re
+import shlex
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, losses, read_records, warm_server, weights_hash, write_shard
+from hypothesis import given
+from hypothesis import strategies as st
+from warm import two_ranks
+
+from config import GPT2_SIZES, choose_sizes, parse_command_line, wrong_sizes
+from support import minutes
+from support.distributed import World
+from support.tokenizer import FILE, train_vocabulary
+
+CHOSEN = ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_size")
+CHOSEN += ("batch_size", "max_steps", "warmup_steps", "learning_rate", "weight_decay")
+
+
+@given(
+    exponent=st.floats(9, 22),
+    vocab_size=st.sampled_from((257, 1024, 50257)),
+    processes=st.sampled_from((1, 3, 8)),
+    typed=st.sampled_from(("", "--n-layer 7", "--n-embd 100", "--sequence-length 32")),
+)
+def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
+    exponent, vocab_size, processes, typed
+):
+    config = parse_command_line([*typed.split(), "--minutes", "1"])
+    sized = config.sized_for(10**exponent, vocab_size, processes)
+    more = config.sized_for(10 ** (exponent + 1), vocab_size, processes)
+    assert not wrong_sizes(sized, processes) or processes == 3
+    assert sized.n_embd // sized.n_head >= min(64, sized.n_embd)
+    assert more.n_layer * more.n_embd**2 >= sized.n_layer * sized.n_embd**2
+    for name, value in zip(*[iter(typed.split())] * 2, strict=True):
+        assert getattr(sized, name[2:].replace("-", "_")) == int(value)
+
+
+def test_the_time_of_the_reproduction_gives_the_124m():
+    chosen = choose_sizes(8.5e18, 50257, {})
+    assert chosen.items() >= GPT2_SIZES["gpt2"].items()
+    assert (chosen["sequence_length"], chosen["total_batch_size"]) == (1024, 524288)
+
+
+@pytest.fixture
+def text(tmp_path):
+    """So short that --minutes trains on it for a second: it ends after some epochs."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / FILE).write_text(train_vocabulary(["a"], 257).json)
+    rng = np.random.default_rng(0)
+    write_shard(tmp_path / "text" / "toy_val_000000.npy", rng.integers(0, 99, 100))
+    write_shard(tmp_path / "text" / "toy_train_000001.npy", rng.integers(0, 99, 200))
+    return tmp_path / "text"
+
+
+SMALL = shlex.split("""--minutes 9 --n-layer 1 --n-embd 16 --sequence-length 16 --no-compile
+    --total-batch-size 32 --device cpu --sample-tokens 2""")
+
+
+def start(text, log_dir, *flags, expect=0, **options):
+    args = ["--data-dir", text, "--log-dir", log_dir, *SMALL, *flags]
+    done = warm_server().run("train_gpt2.py", *args, **options)
+    assert done.returncode == expect, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_path):
+    first = start(text, tmp_path / "a", "--checkpoint-every", 50)
+    [command] = re.findall("the same run again: (.*)", first.stdout)
+    variable, _, script, *flags = shlex.split(command)
+    assert (variable, script) == ("OMP_NUM_THREADS=1", str(ROOT / "train_gpt2.py"))
+    again = warm_server().run("train_gpt2.py", *flags, "--log-dir", tmp_path / "b")
+    assert "minutes:" not in again.stdout
+    configs = [read_records(tmp_path / name, "run")[0]["config"] for name in "ab"]
+    assert {name: configs[0][name] for name in CHOSEN} == {n: configs[1][n] for n in CHOSEN}
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    steps = configs[0]["max_steps"]
+    assert steps == 20 * 11 * 16 // 32, "the text's 11 sequences are read twenty times"
+
+    log_dir = tmp_path / "a"
+    checkpoints = sorted(log_dir.glob("ckpt_*"))
+    made = weights_hash(checkpoints[-1])
+    for kept in (1, 0):  # killed after its first checkpoint, before it
+        for path in sorted(log_dir.glob("ckpt_*"))[kept:]:
+            path.rename(tmp_path / f"{path.name} {kept}")
+        resumed = start(text, log_dir, "--checkpoint-every", 50, "--resume", "auto")
+        assert "minutes:" not in resumed.stdout, "chooses nothing again"
+        assert losses(log_dir) == losses(tmp_path / "b")
+        assert weights_hash(checkpoints[-1]) == made
+    other = start(text, log_dir, "--resume", "auto", "--minutes", 8, expect=2)
+    assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
+
+
+def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path):
+    flags = ("--learning-rate", "0.003", "--val-every", 60)
+    done = start(text, tmp_path / "log", *flags, **two_ranks())
+    [run] = read_records(tmp_path / "log", "run")
+    assert (run["config"]["learning_rate"], run["config"]["val_every"]) == (0.003, 60)
+    assert len(losses(tmp_path / "log")) == run["config"]["max_steps"]
+    assert "again: torchrun --standalone --nproc_per_node=2 /" in done.stdout
+
+
+@pytest.mark.parametrize("typed, update", [("", 0.1), ("", 2.0), ("--val-every 20", 0.5)])
+def test_updates_and_evaluations_fill_the_time_that_is_left(typed, update):
+    config = parse_command_line(["--minutes", "3", *typed.split()])
+    steps, every = minutes.divide_time(config, 120, update, evaluation=1.0)
+    every = config.val_every if typed else every
+    evaluations = 1 + -(-steps // every)
+    assert 120 - 2 * update - 1 < steps * update + evaluations <= 120 + 1
+    assert typed or 3 <= evaluations <= 1 + max(2, minutes.EVALUATING * 120)
+
+
+def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
+    done = start(text, tmp_path / "log", "--minutes", 1e-6, expect=1)
+    assert "--minutes 1e-06: no ten updates fit the time, after" in done.stderr
+    assert [path.name for path in (tmp_path / "log").iterdir()] == [".lock"], "no run has begun"
+    long = ("--sequence-length", 256, "--total-batch-size", 512)
+    done = start(text, tmp_path / "log", *long, expect=1)
+    assert "256" in done.stderr and "Traceback" not in done.stderr
+    done = start(tmp_path / "none", tmp_path / "log", expect=2)
+    assert "does not exist: make it with python" in done.stderr
+
+
+def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
+    # when two evaluations, then three updates begin and end, and two looks at the clock
+    seconds = iter([0, 9, 9, 10, 10, 30, 30, 31, 31, 31, 32, 36])
+    run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (1, lambda step: None)}))
+    run.world = World(torch.device("cpu"))
+    run.stop = SimpleNamespace(read_vote=lambda: None)
+    rates = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(seconds))
+        paces = minutes.rehearse(run, lambda run, lr: rates.append(lr), until=35)
+    assert paces == (1, 1), "the first ones, of 9 and 20 s, compiled"
+    assert rates == [0, 0, 0]
