@@ -371,13 +371,14 @@ def wrong_places(c: TrainConfig) -> list[str]:
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
     if os.path.exists(log_dir / "metrics.jsonl") and not keeps:
-        problems.append(
-            f"log_dir {c.log_dir!r} holds a run: "
-            "resume it with --resume auto, replace it with --overwrite, or choose another --log-dir"
-        )
+        resume = "resume it with --resume auto, " * any(log_dir.glob("ckpt_*"))
+        choice = "replace it with --overwrite, or choose another --log-dir"
+        problems.append(f"log_dir {c.log_dir!r} holds a run: {resume}{choice}")
     if not os.path.isdir(c.data_dir):
-        name = c.data_dir.removeprefix("data/")
+        name = Path(c.data_dir).name
         source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""
+        if not source and c.data_dir != TrainConfig.data_dir:
+            source = " --source YOUR_TEXT"
         size = f" --vocab-size {VOCAB_SIZES[c.preset]}" if c.preset in VOCAB_SIZES else ""
         command = f"python {beside_script('fineweb.py')}{source}{size}"
         command += f" --data-dir {shlex.quote(c.data_dir)}"

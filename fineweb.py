@@ -55,7 +55,7 @@ from support.sources import (
     read_for_vocabulary,
     split,
 )
-from support.token_files import Shard, write_shard
+from support.token_files import PUT_BACK, Shard, write_shard
 from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
 
@@ -254,7 +254,7 @@ def read_manifest(folder: Path) -> dict:
     with reading(path):
         manifest = json.loads(path.read_bytes())
         if manifest.pop("checksum") != checksum(manifest):
-            raise UserError(f"{path} is damaged: put back a copy, or rebuild all with --overwrite")
+            raise UserError(f"{path} is damaged: {PUT_BACK}")
     return manifest
 
 
@@ -274,7 +274,7 @@ def verify_shards(folder: Path) -> str:
     tokenizer_of_data(folder)
     present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
     if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
-        raise UserError(f"{folder}: missing or damaged: {damaged}; --overwrite rebuilds all")
+        raise UserError(f"{folder}: missing or damaged: {damaged}; {PUT_BACK}")
     return f"{folder}: all {len(recorded)} shards are as they were written"
 
 

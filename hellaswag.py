@@ -59,7 +59,7 @@ def find_official() -> Path:
 
 def iterate_examples(path: str | Path = "") -> Iterator[Example]:
     """Yields the examples of a jsonl file; "val", or none: the official one. Raises UserError."""
-    advice = "name its jsonl file with --path, or in training and fineweb.py with --hellaswag-path"
+    advice = "name its jsonl file with --path, or in the other scripts with --hellaswag-path"
     with reading("HellaSwag", advice):
         path = find_official() if path in ("", "val") else path
         lines = Path(path).read_bytes().splitlines()

@@ -248,7 +248,9 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
     except Exception as e:
         raise UsageError(f"--record {path} is no record of bench.py's steps: {e}") from e
     if not re.fullmatch(gpu, name):
-        raise UsageError(f"--record {path} is of {name!r}, --gpu means {gpu!r}: make them agree")
+        raise UsageError(
+            f"--record {path} is of {name!r}, --gpu means {gpu!r}: make them agree, or give --mfu"
+        )
     return best["MFU"], why, dtype
 
 

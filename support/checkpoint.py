@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 
-from support.common import UserError, first_line, hash_file, sync, writing
+from support.common import UserError, first_line, hash_file, new_run_from, sync, writing
 
 if TYPE_CHECKING:
     from model import GPT
@@ -198,7 +198,11 @@ def find(candidates: list[Path], world: World) -> Checkpoint | None:
             world.say(f"skipping {candidate}: {problem}")
             damaged.append(candidate)
         if damaged and not path:
-            hint = "start over with --overwrite, or take the weights with --init-from"
+            if set(checkpoints(damaged[-1].parent)) - set(damaged):
+                raise UserError(f"{problem}; to take the newest that is whole: --resume auto")
+            hint = "start over, with --overwrite and without --resume"
+            if "model.safetensors" not in problem:
+                hint += f", or {new_run_from(damaged[-1])}"
             raise UserError(f"{problem}; no other checkpoint is whole: {hint}")
     path, damaged = world.broadcast((path, damaged))
     return Checkpoint(path, load_state(path), damaged) if path else None
@@ -234,7 +238,7 @@ def load_state(directory: Path) -> dict:
     if version not in READABLE:
         raise UserError(
             f"{path} is of version {version}, but this code reads {READABLE}: resume with the "
-            f"revision that wrote it, or take its weights with --init-from {directory}"
+            f"revision that wrote it, or {new_run_from(directory)}"
         )
     return state
 

@@ -119,6 +119,12 @@ def beside_script(name: str) -> str:
     return shlex.quote(str(Path(sys.argv[0]).with_name(name)))
 
 
+def new_run_from(checkpoint: Path) -> str:
+    """What to do with a checkpoint that cannot be resumed."""
+    flags = shlex.join(["--init-from", str(checkpoint)])
+    return f"start a new run with its weights: {flags}, another --log-dir, no --resume"
+
+
 @lru_cache(maxsize=1)  # the code that runs is the one that was imported
 def revision() -> str:
     """The commit of this code, marked if it was changed since; empty without git."""

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import UserError, if_supported, reading
+from support.common import UserError, if_supported, new_run_from, reading
 from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
@@ -276,7 +276,7 @@ def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> 
     if fingerprint.difference and read_config(directory)[1] is None:
         raise UserError(
             f"{directory} is a GPT-2, but this code is not ({fingerprint.difference}): "
-            f"resume with the code that wrote it, or take its weights with --init-from {directory}"
+            f"resume with the code that wrote it, or {new_run_from(directory)}"
         )
 
 
@@ -293,8 +293,10 @@ def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Token
     """Raises UserError if a model and data have two vocabularies. name: the model's."""
     check_vocabulary(name, model)
     if model.tokenizer.sha256 != of_data.sha256:
-        own = name if os.path.isdir(name) else f"the model's {FILE}"
-        choice = "gpt2" if model.tokenizer is gpt2() else shlex.quote(own)
+        own = Path(name).parent if name.endswith(".pt") else Path(name)
+        choice = shlex.quote(str(own)) if own.is_dir() else f"FILE, the model's {FILE}"
+        if model.tokenizer is gpt2():
+            choice = "gpt2"
         raise UserError(
             f"{name} has a vocabulary of {model.tokenizer}, {data_dir} one of {of_data}: make data "
             f"with the model's, by fineweb.py --tokenizer {choice}, or train a new model"

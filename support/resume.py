@@ -14,7 +14,7 @@ import torch
 
 from support import checkpoint
 from support.checkpoint import Checkpoint, Progress
-from support.common import UsageError, UserError, beside_script, revision, writing
+from support.common import UsageError, UserError, beside_script, new_run_from, revision, writing
 from support.device import device_name
 from support.log import (
     EVENTS,
@@ -90,9 +90,9 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     before = starts[-1]["config"]
     if before.get("minutes") != config.minutes:
         raise UsageError(
-            f"--minutes {config.minutes:g}: the run in {folder} was started with --minutes "
-            f"{before.get('minutes', 0):g}, which cannot change: type that, or start a new run in "
-            "another --log-dir"
+            f"--minutes {config.minutes}: the run in {folder} was started with --minutes "
+            f"{before.get('minutes', 0)}, which cannot change: type that, or start a new run in "
+            "another --log-dir, without --resume"
         )
     own = ("log_dir", "resume", "overwrite", "find_nan", "eval_only", "init_from")
     config = config.with_chosen({k: v for k, v in before.items() if k not in own})
@@ -177,6 +177,8 @@ def compare_settings(
     state = resumed_from.state
     then = dataclasses.asdict(type(config)()) | state["config"]  # a newer field: its default
     now = dataclasses.asdict(config)
+    for name in config.typed & now.keys() & state["model"].keys():  # --init-from has its own sizes
+        then[name] = state["model"][name]
     for name in ("dtype", "batch_size"):  # auto and 0 keep what they have found
         then[name] = state[name]
         now[name] = then[name] if now[name] in ("auto", 0) else now[name]
@@ -192,9 +194,9 @@ def compare_settings(
     refused += [f"{name}, which this code does not know" for name in sorted(unknown)]
     if refused:
         raise UserError(
-            f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: use its "
-            "values, or start a new run in another --log-dir (there, --init-from "
-            f"{resumed_from.path} takes the weights of the same model)"
+            f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: "
+            f"{'use the code that wrote it' if unknown else 'use its values'}, or, if it is the "
+            f"same model, {new_run_from(resumed_from.path)}"
         )
     return [changed[name] for name in changed if name not in SILENT]
 
@@ -233,11 +235,12 @@ def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> 
     added = sorted(now.keys() - before.keys())
     changed = sorted(name for name in now.keys() & before.keys() if now[name] != before[name])
     if missing or added or changed:
-        advice = "put the shards back" if missing or changed else "move the new shards away"
+        advice = "move the new shards away"
+        if missing or changed or (data_dir / "manifest.json").exists():
+            advice = "put the shards back as they were"
         raise UserError(
             f"{data_dir} has other shards than when {path} was written (missing: {missing[:3]}, "
-            f"changed: {changed[:3]}, new: {added[:3]}): {advice}, or start a new run from its "
-            f"weights with --init-from {path}"
+            f"changed: {changed[:3]}, new: {added[:3]}): {advice}, or {new_run_from(path)}"
         )
 
 

@@ -177,15 +177,17 @@ def find_paths(source: str) -> list[str]:
 def find_local(source: str, column: str) -> Iterator[File]:
     """Yields the files of a path or a glob."""
     if not (paths := find_paths(source)):
-        raise UserError(f"--source {source}: no such file, and none of the sources in --help")
+        raise UserError(f"{source}: no such file, and none of the sources in --help")
     for path in paths:
         kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
         if kind not in READERS:
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
             globs = [os.path.join(path, folders, end) for end in ends for folders in ("", "**")]
             matching = [shlex.quote(g) for g in globs if glob.glob(g, recursive="**" in g)]
-            hint = f"give {' '.join(matching)}" if matching else "copy plain text to a .txt file"
-            raise UserError(f"--source {path}: .txt, .md, .jsonl and .parquet are read; {hint}")
+            hint = "name other files, or copies that end in .txt"
+            if matching:
+                hint = f"give {' '.join(matching)}"
+            raise UserError(f"{path}: .txt, .md, .jsonl and .parquet are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
 
 

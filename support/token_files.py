@@ -18,6 +18,7 @@ GPT2_MAGIC = 20240520
 BLOCKS = 8  # of a shard, by which `identify` recognizes it
 BLOCK = 4096  # tokens in each
 PIECE = 2**20  # tokens that are read at once
+PUT_BACK = "put it back, or make all again: the same fineweb.py command in another --data-dir"
 
 
 class OpenFile(io.FileIO):
@@ -43,8 +44,7 @@ class Shard:
 
     def __init__(self, path: Path):
         self.path = path
-        advice = "it is damaged or truncated, so make it again"
-        with reading(f"{path}, as a shard of uint16 tokens,", advice):
+        with reading(f"{path}, as a shard of uint16 tokens,", PUT_BACK):
             self.offset, self.num_tokens = find_tokens(path)  # the first token's byte; how many
 
     def read(self, start: int, count: int, opener: Callable = OpenFile) -> np.ndarray:
@@ -86,18 +86,22 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
     try:
         manifest = json.loads((data_dir / "manifest.json").read_bytes())
         ours = {shard["name"]: shard.get("split") for shard in manifest["shards"]}
-        complete = not manifest["cursor"] and all((data_dir / name).exists() for name in ours)
+        complete = not manifest["cursor"]
+        missing = ", ".join(name for name in ours if not (data_dir / name).exists())
         paths = [data_dir / name for name in sorted(ours) if ours[name] == split]
     except (OSError, ValueError, KeyError, TypeError):  # no manifest of fineweb.py's
         complete = True
+        missing = ""
         pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
         paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
     if not complete:  # a run that took what is there could not be resumed with all
         raise UserError(f"{data_dir} is not complete; the same fineweb.py command finishes it")
+    if missing:
+        raise UserError(f"{data_dir} lacks {missing:.200}: {PUT_BACK}")
     if not paths:
         raise UserError(
             f"no {split} shards in {data_dir} (files like *_{split}_000000.npy): "
-            "make them with python fineweb.py, or name another directory with --data-dir"
+            "make all with fineweb.py in another directory, and name that with --data-dir"
         )
     if (data_dir / "meta.pkl").exists() and paths[0].suffix == ".bin":
         raise UserError(

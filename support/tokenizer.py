@@ -251,6 +251,6 @@ def tokenizer_of_data(data_dir: str | Path) -> Tokenizer:
         if tokenizer.sha256 != made_with.get("sha256", gpt2().sha256):
             raise UserError(
                 f"{Path(data_dir) / FILE} is missing or not the one that made the shards: put it "
-                "back, or rebuild all with fineweb.py --overwrite"
+                "back (GPT-2's shards have none), or make all again in another --data-dir"
             )
     return tokenizer

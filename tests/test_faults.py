@@ -279,10 +279,16 @@ def test_a_run_from_elsewhere_does_not_mix_with_the_one_here(corpus, finished, r
 
 
 def test_when_all_checkpoints_are_damaged_nothing_is_touched(corpus, run_dir):
-    for path in checkpoint.checkpoints(run_dir):
+    *others, newest = checkpoint.checkpoints(run_dir)
+    (newest / "model.safetensors").write_bytes(b"")
+    told = train(corpus, run_dir, *EVERY_TWO, "--resume", newest)
+    assert_told(told, "is not what was written", "to take the newest that is whole: --resume auto")
+    for path in others:
         (path / "model.safetensors").write_bytes(b"")
     before = contents(run_dir)
-    assert_told(train(corpus, run_dir, *RESUME), "--overwrite", "--init-from")
+    done = train(corpus, run_dir, *RESUME)
+    assert_told(done, "start over, with --overwrite and without --resume")
+    assert "--init-from" not in done.stderr, "no weights are whole"
     assert contents(run_dir) == before
 
 

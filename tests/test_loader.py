@@ -244,18 +244,18 @@ INCOMPLETE = "is not complete; the same fineweb.py command"
 
 @pytest.mark.parametrize("name, content, words", [
     ("manifest.json", b'{"shards": [], "cursor": {"file": 0}}', INCOMPLETE),
-    ("manifest.json", b'{"shards": [{"name": "x"}], "cursor": null}', INCOMPLETE),
+    ("manifest.json", b'{"shards": [{"name": "x"}], "cursor": null}', "lacks x: put it back, or"),
     ("manifest.json", b'{"name": "of another program"}', "no train shards"),
-    ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "make it again"),
-    ("x_train_000000.npy", b"", "make it again"),
-    ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "int64.*make it again"),
-    ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*make it again"),
-    ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "make it again"),
+    ("x_train_000000.npy", npy(np.zeros(100, np.uint16))[:-10], "put it back"),
+    ("x_train_000000.npy", b"", "put it back"),
+    ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "int64.*put it back"),
+    ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*put it back"),
+    ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "put it back"),
     ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "55713.*another tokenizer"),
     ("train.bin", bytes(101), "101 bytes"),
     ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "the whole split has 8"),
     ("x_train_000000.npy", npy(np.full(20, 50300, np.uint16)), "token 50300.*50257"),
-    ("x_val_000000.npy", npy(np.zeros(100, np.uint16)), "python fineweb.py.*--data-dir"),
+    ("x_val_000000.npy", npy(np.zeros(100, np.uint16)), "make all with fineweb.py.*--data-dir"),
 ])  # fmt: skip
 def test_a_shard_that_cannot_be_used_is_one_sentence_with_its_name(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)

@@ -416,7 +416,10 @@ def test_a_preset_says_which_vocabulary_its_sizes_fit(trained, tmp_path):
     done = call("train_gpt2.py", *flags, "--data-dir", trained / "own", "--log-dir", tmp_path / "a")
     assert "; --preset quickstart is tuned for 1,024: fineweb.py --vocab-size 1024" in done.stdout
     done = call("train_gpt2.py", *flags, "--data-dir", "data/nothing", "--log-dir", tmp_path / "b")
-    assert "python fineweb.py --vocab-size 1024 --data-dir data/nothing" in done.stderr
+    assert (
+        "python fineweb.py --source YOUR_TEXT --vocab-size 1024 --data-dir data/nothing"
+        in done.stderr
+    )
 
 
 def test_another_models_file_is_read_and_its_absence_means_gpt2s(trained, tmp_path):
