@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from support.distributed import World
 
 AIM = 0.92  # of the time, because the machine may get busier
-EFFICIENCY = 0.35  # of the speed of matmuls, which training reaches: docs/minutes.md
+# of the speed of matmuls, which training of small models reaches: docs/minutes.md
+EFFICIENCY = {torch.float32: 0.6, torch.bfloat16: 0.25, torch.float16: 0.25}
 EVALUATING = 0.05  # of the time
 START = 20.0  # seconds for imports and compiling
 LAST = 5.0  # seconds for the last checkpoint, the picture and the report
@@ -46,7 +47,8 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     if not is_open(config) or not Path(config.data_dir).is_dir():
         return config
     dtype, _ = pick_dtype(world.device, config.dtype, anywhere=world.any)
-    speed = EFFICIENCY * world.size * peak_flops(world.device, dtype, patience=1)[0]
+    peak, _ = peak_flops(world.device, dtype, patience=1)
+    speed = EFFICIENCY[dtype] * world.size * peak
     seconds = AIM * 60 * config.minutes
     operations = world.broadcast((seconds - min(START, seconds / 2)) * speed)
     world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")

@@ -90,9 +90,9 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     before = starts[-1]["config"]
     if before.get("minutes") != config.minutes:
         raise UsageError(
-            f"--minutes {config.minutes}: the run in {folder} was started with --minutes "
-            f"{before.get('minutes', 0)}, which cannot change: type that, or start a new run in "
-            "another --log-dir, without --resume"
+            f"--minutes {config.minutes:.12g}: the run in {folder} was started with --minutes "
+            f"{before.get('minutes', 0):.12g}, which cannot change: type that, or start a new run "
+            "in another --log-dir, without --resume"
         )
     own = ("log_dir", "resume", "overwrite", "find_nan", "eval_only", "init_from")
     config = config.with_chosen({k: v for k, v in before.items() if k not in own})

@@ -917,7 +917,12 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
     flags = "--n-head 3 --total-batch-size 100 --batch-size 7 --warmup-steps 99"
     done = train(tmp_path / "nowhere", tmp_path / "log", flags, expect=2)
     assert len(done.stderr.splitlines()) == 4
-    for words in ("use 15 or 18", "use 96 or 112", "fineweb.py --data-dir", "warmup_steps 99"):
+    for words in (
+        "use 15 or 18",
+        "use 96 or 112",
+        "fineweb.py --source YOUR_TEXT",
+        "warmup_steps 99",
+    ):
         assert words in done.stderr
 
 
