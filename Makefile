@@ -63,10 +63,10 @@ GPU_PARTS := gpu-tests gpu-run gpu-climb gpu-speed gpu-large
 $(GPU_PARTS): SHELL := bash
 $(GPU_PARTS): export PART = $@
 $(GPU_PARTS): export PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
-gpu-run gpu-large: TRAIN = $(PY) train_gpt2.py --data-dir data/stdlib --val-every 0 --hellaswag-every 0 --sample-every 0
+gpu-run gpu-large: TRAIN = $(PY) train_gpt2.py --data-dir data/stdlib --val-every 0 --hellaswag-every 0 --sample-every 0 --total-batch-size 65536
 gpu-run gpu-large: SMALL := $(if $(CPU),--device cpu --no-compile --n-layer 2 --n-head 2 --n-embd 64 --sequence-length 32 --total-batch-size 256 --val-tokens 2048 --num-samples 1)
 gpu-run: SCORE := $(if $(HELLASWAG),--hellaswag-every 10 --hellaswag-limit $(if $(CPU),20,1000) --hellaswag-path "$(HELLASWAG)")
-gpu-run: CUT = $(TRAIN) --max-steps 20 --total-batch-size 65536 --checkpoint-every 10 --deterministic $(SMALL)
+gpu-run: CUT = $(TRAIN) --max-steps 20 --checkpoint-every 10 --deterministic $(SMALL)
 gpu-run gpu-climb gpu-speed: SIZE := $(if $(CPU),--device cpu --no-compile --model tiny --sequence-length 32 --batch-size 2 --max-batch 2 --rounds 1)
 
 gpu:
@@ -82,7 +82,7 @@ gpu-run:
 	@. tests/gpu.sh; \
 	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
 	$(if $(HELLASWAG),,echo "no HellaSwag: name its file by HELLASWAG=FILE.jsonl" | tee $$left/hellaswag.log;) \
-	step 150 training $(TRAIN) --max-steps 30 --total-batch-size 65536 --val-every 10 --val-tokens 262144 --sample-every 10 $(SCORE) $(SMALL) --log-dir $$left/training; \
+	step 150 training $(TRAIN) --max-steps 30 --val-every 10 --val-tokens 262144 --sample-every 10 $(SCORE) $(SMALL) --log-dir $$left/training; \
 	step 60 kernels $(PY) tests/profile_step.py --batch-size 64 $(SIZE); \
 	step 75 whole $(CUT) --log-dir $$left/whole; \
 	KILL_AT=$$left/cut/ckpt_000010 step 60 cut $(CUT) --log-dir $$left/cut; \
@@ -106,8 +106,8 @@ gpu-speed:
 gpu-large:
 	@. tests/gpu.sh; \
 	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
-	step 200 xl_checkpointing $(TRAIN) --preset gpt2-xl --total-batch-size 65536 --max-steps 10 --activation-checkpointing $(SMALL) --log-dir $$left/xl_checkpointing; \
-	step 240 xl $(TRAIN) --preset gpt2-xl --total-batch-size 65536 --max-steps 5 $(SMALL) --log-dir $$left/xl; \
+	step 200 xl_checkpointing $(TRAIN) --preset gpt2-xl --max-steps 10 --activation-checkpointing $(SMALL) --log-dir $$left/xl_checkpointing; \
+	step 240 xl $(TRAIN) --preset gpt2-xl --max-steps 5 $(SMALL) --log-dir $$left/xl; \
 	finish
 
 # What a GPU would run, compiled and accounted for without one: see docs/gpu-on-paper.md. It has an

@@ -371,9 +371,10 @@ def wrong_places(c: TrainConfig) -> list[str]:
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
     if os.path.exists(log_dir / "metrics.jsonl") and not keeps:
-        resume = "resume it with --resume auto, " * any(log_dir.glob("ckpt_*"))
         choice = "replace it with --overwrite, or choose another --log-dir"
-        problems.append(f"log_dir {c.log_dir!r} holds a run: {resume}{choice}")
+        if any(log_dir.glob("ckpt_*")):
+            choice = f"resume it with --resume auto, {choice}"
+        problems.append(f"log_dir {c.log_dir!r} holds a run: {choice}")
     if not os.path.isdir(c.data_dir):
         name = Path(c.data_dir).name
         source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""

@@ -99,7 +99,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
     kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
-    return {
+    facts = {
         "parameters": (f"{N:,}", f"{shape.n_layer} layers of {shape.n_embd}, T {shape.block_size}"),
         "tokens": (total, f"{config.max_steps:,} steps of {config.total_batch_size:,}"),
         "tokens per parameter": (per_parameter, ""),
@@ -108,8 +108,10 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         **plan_cost(config, seconds, find_range(config, rate)),
         "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
         "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
-        **({"flags": (shlex.join(config.as_flags()), "")} if config.minutes else {}),
     }
+    if config.minutes:
+        facts["flags"] = (shlex.join(config.as_flags()), "")
+    return facts
 
 
 def model_on_meta(config: PlanConfig) -> GPT:

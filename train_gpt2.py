@@ -6,6 +6,7 @@ python train_gpt2.py --preset quickstart
 
 import math
 import time
+from concurrent.futures import Future
 from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -137,6 +138,10 @@ class Run:
     def own_path(self) -> Path:
         """The path of this step's checkpoint. writer.last is the same once it is written."""
         return checkpoint.path_of(self.config.log_dir, self.progress.step)
+
+    def redraw(self) -> Future[bool]:
+        """Has the writer's thread draw loss.png: no two at a time. Returns whether it could."""
+        return self.writer.thread.submit(plots.redraw, self.config.log_dir)
 
 
 def build_run(
@@ -292,7 +297,7 @@ def evaluate_if_due(run: Run) -> bool:
             run.log.record(progress.step, name, **values)
     # not at each validation, because a picture takes a second or two of a core
     if "val" in due and run.world.is_main and time.perf_counter() > run.last_picture_time + 120:
-        drawing = run.writer.thread.submit(plots.redraw, run.config.log_dir)
+        drawing = run.redraw()
         if run.world.device.type not in checkpoint.SAVES_IN_BACKGROUND:
             drawing.result()
         run.last_picture_time = time.perf_counter()
@@ -476,7 +481,7 @@ def end_interrupted(run: Run, problem: str) -> None:
         save_checkpoint(run)
         run.writer.settle()
     if run.world.is_main:
-        run.writer.thread.submit(plots.redraw, run.config.log_dir).result()
+        run.redraw().result()
     saved += f"; resume with: {run.command_to_resume}"
     if problem:
         raise UserError(f"{problem}; {saved}")
@@ -523,8 +528,7 @@ def finish(run: Run) -> None:
         f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
     )
     if run.world.is_main:
-        has_curve = Path(run.config.log_dir, "loss.png").exists()
-        drawn = has_curve and run.writer.thread.submit(plots.redraw, run.config.log_dir).result()
+        drawn = Path(run.config.log_dir, "loss.png").exists() and run.redraw().result()
         try:
             report.write_report(run.config.log_dir, drawn)
             say(report.last_words(run.config, last, progress))
@@ -545,7 +549,7 @@ def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
     with explaining_memory(config):
         run = build_run(config, args, world, resumed_from)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
-    records = world.broadcast(resume.records_of(config))
+    records = world.broadcast(resume.records_of(config.log_dir))
     failed = [record["step"] for record in records if record["type"] == "diverged"]
     last = min([config.max_steps - 1, *(step + 1 for step in failed[-1:])])
     with explaining_memory(config, run.train_loader.B), divergence.naming_operations(run.model):

@@ -29,7 +29,7 @@ def pick_device(name: str = "auto") -> torch.device:
 
 
 def refuse_unusable_cache() -> None:
-    """Raises UserError if PyTorch's cache cannot be made: without it, it does not even load all."""
+    """Raises UserError if PyTorch has no cache: without one, parts of it cannot be imported."""
     try:
         os.makedirs(
             os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True

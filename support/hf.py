@@ -11,10 +11,8 @@ import json
 import os
 import re
 import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import UserError, if_supported, new_run_from, reading
+from support.common import UserError, if_supported, new_run_from, reading, say_once
 from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
@@ -95,8 +93,7 @@ def read_model(name: str | Path) -> Pretrained:
     with reading(f"the weights in {path}"):
         weights = read_weights(path)
         if fingerprint is None:
-            weights = gpt2_weights(weights)
-            weights[EMBEDDING] = weights[EMBEDDING][: fields["vocab_size"]]  # without padding
+            weights = gpt2_weights(weights, fields["vocab_size"])
     return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
 
 
@@ -158,15 +155,14 @@ def padded_sizes(vocab_size: int) -> list[int]:
     return [-(-vocab_size // multiple) * multiple for multiple in (64, 128)]
 
 
-@cache  # says it once
 def name_unused(path: Path, *settings: str) -> None:
     names = [name for name in settings if not name.startswith(("_", "summary_"))]
     if names:
-        print(f"{path}: settings that are not used here: {', '.join(names)}", file=sys.stderr)
+        say_once(f"{path}: settings that are not used here: {', '.join(names)}")
 
 
-def gpt2_weights(weights: Weights) -> Weights:
-    """Only the parameters, by GPT-2's names.
+def gpt2_weights(weights: Weights, vocab_size: int) -> Weights:
+    """Only the parameters, by GPT-2's names, and without the embedding's padding.
 
     On the hub some names lack their prefix; torch.compile and DDP add theirs. Older files also
     hold masks, and the tied head. Raises UserError if these are not what this code computes with.
@@ -190,6 +186,7 @@ def gpt2_weights(weights: Weights) -> Weights:
         if not is_redundant:
             raise UserError(f"{name} is not as in GPT-2: this code would compute without it")
         del kept[name]
+    kept[EMBEDDING] = kept[EMBEDDING][:vocab_size]
     return kept
 
 
@@ -204,8 +201,7 @@ def read_pt(path: Path) -> Pretrained:
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in (*SHAPE, "block_size")}
         fields["vocab_size"] = min(theirs["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
-        weights = gpt2_weights(saved["model"])
-        weights[EMBEDDING] = weights[EMBEDDING][: fields["vocab_size"]]
+        weights = gpt2_weights(saved["model"], fields["vocab_size"])
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(w)))

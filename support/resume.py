@@ -68,7 +68,7 @@ def as_restarted(config: TrainConfig, world: World) -> TrainConfig:
     """
     launches = world.launches()
     if world.is_main and launches:
-        starts = starts_of(records_of(config))
+        starts = starts_of(records_of(config.log_dir))
         if starts and set(launches) & set(starts[-1]["launch"]):
             config = copy(config)
             config.resume = "auto"
@@ -81,10 +81,10 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
 
     A run that was killed before it chose has left no record, and chooses again.
     """
-    folder = Path(config.log_dir) if config.resume == "auto" else Path(config.resume).parent
     if not config.minutes or config.resume == "none":
         return config
-    starts = world.broadcast(starts_of(read_metrics(folder / "metrics.jsonl", updates=False)))
+    folder = config.log_dir if config.resume == "auto" else Path(config.resume).parent
+    starts = world.broadcast(starts_of(records_of(folder)))
     if not starts:
         return config
     before = starts[-1]["config"]
@@ -100,9 +100,9 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     return config
 
 
-def records_of(config: TrainConfig) -> list[dict[str, Any]]:
+def records_of(log_dir: str | Path) -> list[dict[str, Any]]:
     """The records of the run in log_dir but for its updates; none if there is no run."""
-    return read_metrics(Path(config.log_dir, "metrics.jsonl"), updates=False)
+    return read_metrics(Path(log_dir, "metrics.jsonl"), updates=False)
 
 
 def find_start(
@@ -143,7 +143,7 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     if config.resume == "auto":
         if own := checkpoint.checkpoints(config.log_dir)[::-1]:
             return own
-        starts = starts_of(records_of(config))
+        starts = starts_of(records_of(config.log_dir))
         elsewhere = starts[-1].get("resumed_from") if starts else None
         return [Path(elsewhere)] if elsewhere else []
     path = Path(config.resume).resolve()
@@ -155,13 +155,13 @@ def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     """Whether nothing is left to do: the run is past its last step, or has reached its end."""
     step = resumed_from.state["step"]
     if step == config.max_steps and is_own(config, resumed_from):
-        return any(record["type"] == "end" for record in records_of(config)[-1:])
+        return any(record["type"] == "end" for record in records_of(config.log_dir)[-1:])
     return step > config.max_steps
 
 
-def is_own(config: TrainConfig, resumed_from: Checkpoint) -> bool:
-    """Whether a checkpoint is in log_dir, and not from elsewhere."""
-    return resumed_from.path.parent == Path(config.log_dir)
+def is_own(config: TrainConfig, resumed_from: Checkpoint | None) -> bool:
+    """Whether there is a checkpoint, in log_dir and not from elsewhere."""
+    return resumed_from is not None and resumed_from.path.parent == Path(config.log_dir)
 
 
 # -- what may differ
@@ -276,7 +276,7 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
     checkpoint.sweep(log_dir)
     for path in resumed_from.damaged if resumed_from else []:
         checkpoint.set_aside(path, "damaged")
-    own = resumed_from is not None and is_own(config, resumed_from)
+    own = is_own(config, resumed_from)
     newest = resumed_from.state["step"] if resumed_from and own else -1
     for path in checkpoint.checkpoints(log_dir):
         if config.overwrite and not own:
@@ -297,9 +297,10 @@ def start_logs(
     log_dir = Path(config.log_dir)
     step = resumed_from.state["step"] if resumed_from else 0
     # before the old run is cleared away: this may fail
-    own = resumed_from is not None and is_own(config, resumed_from)
-    first = [*(starts_of(records_of(config)) if own else []), about][0]
-    tracker = open_tracker(config.tracker, log_dir, about, step, first.get("time", ""))
+    own = is_own(config, resumed_from)
+    starts = starts_of(records_of(log_dir)) if own else []
+    began = [*starts, about][0].get("time", "")
+    tracker = open_tracker(config.tracker, log_dir, about, step, began)
     with writing(log_dir):
         clear_the_way(config, resumed_from)
     if resumed_from is None:
@@ -311,7 +312,7 @@ def start_logs(
         about = about | {"resumed_from": str(resumed_from.path.resolve())}
     again = {"type": "resume", "step": step, **about}
     log = open_log(log_dir, chain(kept, [again]), tracker)
-    for record in records_of(config):  # TensorBoard has lost what was measured at this step
+    for record in records_of(log_dir) if tracker else []:  # TensorBoard lost those of this step
         if record.get("step") == step and record["type"] not in EVENTS:
             log.track(**record)
     return log
