@@ -22,17 +22,23 @@ from support.common import (
     UsageError,
     beside_script,
     out_of_range,
+    read_flags,
 )
 
 Config = TypeVar("Config", bound="TrainConfig")
+# --help shows the text as it is, not as a shell would need it
+Prompt = Annotated[
+    str, tyro.conf.arg(help_behavior_hint=lambda text: f"(default: {' '.join(shlex.split(text))})")
+]
+
+
+# The settings in six groups, as --help shows them. The comment beside a field is its help text.
 
 
 @dataclass
-class TrainConfig:
-    """Trains a GPT-2. Without flags, the recipe is that of the 124M model."""
+class Start:
+    """What the run starts from, and where things are."""
 
-    # The comment beside a field is its --help text.
-    # -- what the run starts from, and where things are
     preset: str = "gpt2"  # a named set of defaults, which other flags override
     data_dir: str = "edu_fineweb10B"  # directory of token shards, made by fineweb.py
     log_dir: str = "log"  # where logs, plot and checkpoints go
@@ -40,7 +46,11 @@ class TrainConfig:
     resume: str = "none"  # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint
     overwrite: bool = False  # start over in a log_dir that holds a run, and delete its checkpoints
 
-    # -- the sizes of the model (GPT-2 paper, table 2)
+
+@dataclass
+class Model:
+    """The sizes of a new model (GPT-2 paper, table 2)."""
+
     n_layer: Annotated[int, Range(1, 10_000)] = 12  # blocks
     n_head: Annotated[int, Range(1, 10_000)] = 12  # attention heads in each block
     n_embd: Annotated[int, Range(1, 1_000_000)] = 768  # channels, C
@@ -48,11 +58,22 @@ class TrainConfig:
     pad_vocab_to: Annotated[int, Range(1, 2**16)] = 128
     sequence_length: Count = 1024  # tokens in a sequence, T; also the context window of a new model
 
-    # -- the batch: total_batch_size = batch_size × sequence_length × accumulation × processes
+
+@dataclass
+class Batch:
+    """total_batch_size = batch_size × sequence_length × accumulated micro-batches × processes."""
+
     batch_size: CountOrZero = 0  # sequences per process and micro-batch, B; 0 = what fits, up to 64
     total_batch_size: Count = 524288  # tokens per update (GPT-3 paper, table 2.1: 0.5M)
 
-    # -- the recipe (GPT-3 paper, section 2.3 and appendix B)
+
+@dataclass
+class Recipe:
+    """How it is trained (GPT-3 paper, section 2.3 and appendix B)."""
+
+    # choose sizes, rates and the number of updates for this long, on this machine and text; typed
+    # flags stay as they are; 0 = off
+    minutes: Amount = 0.0
     max_steps: Count = 19073  # updates; 19073 of 0.5M tokens each make 10B tokens
     warmup_steps: CountOrZero = 715  # steps of linear warm-up; by default at most max_steps / 10
     learning_rate: Positive = 6e-4  # the peak
@@ -61,21 +82,26 @@ class TrainConfig:
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
     decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps in which it decays
     weight_decay: Amount = 0.1  # of matrices and embeddings
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon updates the blocks' matrices
+    # muon updates the blocks' matrices, and AdamW the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"
     embedding_lr: Positive = 1.0  # with muon, the embeddings' rate as a multiple of learning_rate
-    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # of AdamW, which does the rest beside muon
-    beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # of AdamW, too
-    eps: Positive = 1e-8  # of AdamW, too
+    beta1: Annotated[float, Range(0, 0.999999)] = 0.9  # AdamW's mean of gradients keeps this much
+    beta2: Annotated[float, Range(0, 0.999999)] = 0.95  # and its mean of their squares this much
+    eps: Positive = 1e-8  # AdamW adds this to the root of that mean
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
 
-    # -- evaluation: every N steps and at the end; validation and HellaSwag also at step 0
+
+@dataclass
+class Evaluation:
+    """Every N steps and at the end; validation and HellaSwag also at step 0."""
+
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
     hellaswag_limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042
     hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
     sample_every: CountOrZero = 250  # steps between samples; 0 = never
-    sample_prompt: str = "Hello, I'm a language model,"  # the text that samples continue
+    sample_prompt: Prompt = "Hello, I'm a language model,"  # the text that samples continue
     sample_tokens: Count = 32  # tokens in each sample
     num_samples: Annotated[int, Range(1, 1000)] = 4  # samples on each process
     checkpoint_every: CountOrZero = 5000  # steps between checkpoints; 0 = not even at the end
@@ -83,10 +109,11 @@ class TrainConfig:
     save_best: bool = False  # also save when the validation loss is the lowest so far
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
-    # -- the computation
-    # choose sizes, rates and the number of updates for this long, on this machine and text; typed
-    # flags stay as they are; 0 = off
-    minutes: Amount = 0.0
+
+@dataclass
+class Computation:
+    """With what, and how, it is computed."""
+
     seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
     shuffle: bool = True  # in each epoch, reorder the sequences and shift where they start
     device: str = "auto"  # auto | cuda | mps | cpu
@@ -101,6 +128,11 @@ class TrainConfig:
     find_nan: bool = False  # replay a diverged run to name the operation at fault; write nothing
     eval_only: bool = False  # only evaluate the model of --init-from: no training, no log
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # send the log there, too
+
+
+@dataclass
+class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
+    """Trains a GPT-2. Without flags, the recipe is that of the 124M model."""
 
     def __post_init__(self) -> None:
         self.typed: set[str] = set()  # settings that the user typed: no flag, and never saved
@@ -235,6 +267,21 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
     ),
 }
 PRESETS = {name: TrainConfig(name, **changes) for name, changes in RECIPES.items()}
+# what --help says of them; the estimates are plan.py's
+NOTES = """
+Presets, their parameters, and times (estimates for eight H100s, if not for CPUs):
+  gpt2         124M   10B tokens: 48 minutes
+  gpt2-medium  355M   10B tokens: 2:16 hours
+  gpt2-large   774M   10B tokens: 4:51 hours
+  gpt2-xl     1558M   10B tokens: 9:21 hours
+  gpt3-125m    125M   10B tokens in sequences of 2,048: 54 minutes
+  gpt3-350m    356M   10B tokens in sequences of 2,048: 2:33 hours
+  gpt3-760m    760M   10B tokens in sequences of 2,048: 5:04 hours
+  gpt3-1.3b   1316M   10B tokens in sequences of 2,048: 8:15 hours
+  gpt2-muon    124M   gpt2 with Muon: 48 minutes
+  quickstart   1.9M   Tiny Shakespeare: 3 minutes on 2 CPU cores with bfloat16 units, 10 without
+  laptop       3.5M   the Python source on this machine: an hour on 2 such cores
+"""
 VOCAB_SIZES = {"quickstart": 1024, "laptop": 4096}  # what a preset is tuned for, if not GPT-2's
 
 
@@ -301,10 +348,8 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
-    about = f"{config_class.__doc__} Presets: {', '.join(PRESETS)}."
-    config = tyro.cli(
-        config_class, default=config_class(**asdict(preset)), args=args, description=about
-    )
+    about = f"{config_class.__doc__}\n{NOTES}"
+    config = read_flags(config_class, args, config_class(**asdict(preset)), about)
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
     config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     if config.minutes and "max_steps" in config.typed:

@@ -61,14 +61,36 @@ from support.workers import map_ahead, run_and_exit, start_pool
 
 
 @dataclass
-class Config:
-    """Turns text into token shards. After an interruption, the same command resumes."""
+class Source:
+    """Which text."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
     # tinyshakespeare, stdlib (Python's library), python (stdlib and the installed packages, some of
     # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl
     # and .parquet files
     source: tuple[str, ...] = ("fineweb-edu-10B",)
+    # text for validation, whole: sources as above; default: the beginning of --source, or its own
+    val_source: tuple[str, ...] = ()
+    column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
+    revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
+    decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
+    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
+
+
+@dataclass
+class Vocabulary:
+    """With either flag, 5% of a text without its own split are held out before it is tokenized."""
+
+    # train a vocabulary of this many tokens, 257 to 65,536, on the training text; auto = by its
+    # size; 0 = use GPT-2's
+    vocab_size: Annotated[int | Literal["auto"], Range(0, 2**16)] = 0
+    tokenizer: str = ""  # use that of a checkpoint or a tokenizer.json; gpt2: GPT-2's
+
+
+@dataclass
+class Shards:
+    """Where the tokens go."""
+
     data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, else data/NAME
     name: str = ""  # NAME, with which the shards' names begin; default: from the source
     shard_size: Count = 100_000_000  # tokens per shard, two bytes each
@@ -77,20 +99,13 @@ class Config:
     val_tokens: CountOrZero = 0
     max_tokens: CountOrZero = 0  # stop after this many tokens; 0 = at the end of the text
     workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
-    # train a vocabulary of this many tokens, 257 to 65,536, on the training text; auto = by its
-    # size; 0 = use GPT-2's
-    vocab_size: Annotated[int | Literal["auto"], Range(0, 2**16)] = 0
-    # use the vocabulary of a checkpoint or a tokenizer.json; gpt2: GPT-2's. With this flag or
-    # --vocab-size, 5% of a text without its own split are held out before it is tokenized
-    tokenizer: str = ""
-    # text for validation, whole: sources as above; default: the beginning of --source, or its own
-    val_source: tuple[str, ...] = ()
-    column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
-    revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
-    decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
-    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
     overwrite: bool = False  # rebuild the shards in data_dir if they are complete or do not match
     verify: bool = False  # only check all shards in data_dir against the manifest
+
+
+@dataclass
+class Config(Shards, Vocabulary, Source):
+    """Turns text into token shards. After an interruption, the same command resumes."""
 
 
 # -- what the workers do

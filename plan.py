@@ -53,8 +53,8 @@ PICTURE = 1.5  # seconds for which all GPUs wait
 
 
 @dataclass
-class PlanConfig(TrainConfig):
-    """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
+class Estimate:
+    """What is estimated, and for which GPUs."""
 
     vocab_size: CountOrZero = 0  # vocabulary size; 0 = that of data_dir if it exists, else GPT-2's
     gpus: Count = 1  # how many GPUs, each with its own process
@@ -65,6 +65,11 @@ class PlanConfig(TrainConfig):
     tokens_per_second: Amount = 0.0  # the measured speed of all GPUs together; 0 = from the MFU
     price: Amount = 0.0  # dollars per GPU-hour: look up yours; 0 = 2.5 for an H100, else unknown
     table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
+
+
+@dataclass
+class PlanConfig(Estimate, TrainConfig):
+    """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
 
 
 def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:

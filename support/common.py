@@ -11,9 +11,9 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -174,11 +174,27 @@ def out_of_range(config: Any) -> list[str]:
     return problems
 
 
-def parse_flags(config_class: type, args: list[str]) -> Any:
-    """The command line as a dataclass. Raises UsageError for values that are out of range."""
+def read_flags(config_class: type, args: list[str], default: Any = None, about: str = "") -> Any:
+    """The command line as a dataclass. --help has a box for each one that it inherits from."""
     import tyro
 
-    config: Any = tyro.cli(config_class, args=args)
+    default = default or config_class()
+    about = about or config_class.__doc__ or ""
+    groups = [base for base in config_class.__mro__[-1:0:-1] if vars(base).get("__annotations__")]
+    if not groups:
+        return tyro.cli(config_class, default=default, args=args, description=about)
+    boxes = []
+    for group in groups:
+        defaults = {f.name: getattr(default, f.name) for f in fields(group)}
+        box = Annotated[group, tyro.conf.OmitArgPrefixes]  # type: ignore[valid-type]
+        boxes.append((group.__name__, box, field(default_factory=partial(group, **defaults))))
+    found: Any = tyro.cli(make_dataclass("Boxes", boxes), args=args, description=about)
+    return config_class(**{k: v for box in vars(found).values() for k, v in vars(box).items()})
+
+
+def parse_flags(config_class: type, args: list[str]) -> Any:
+    """The command line as a dataclass. Raises UsageError for values that are out of range."""
+    config = read_flags(config_class, args)
     problems = out_of_range(config)
     for name, kind in get_type_hints(config_class, include_extras=True).items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,5 +1,6 @@
 """The changes of docs/change-the-model.md, applied to a copy of this code, keep its promises."""
 
+import importlib.util
 import json
 import re
 import shutil
@@ -35,9 +36,33 @@ CHANGES = dict(
         flags=re.DOTALL | re.MULTILINE,
     )
 )
-RELU2 = "ReLU² instead of GELU"
+LION = "Lion, an optimizer"
 ROTARY = "RMSNorm and rotary positions"
 DROPOUT = "Dropout"
+RELU2 = "ReLU²"
+CHANGES[RELU2] = """\
+--- a/config.py
++++ b/config.py
+@@ -54,2 +54,3 @@
+     n_embd: Annotated[int, Range(1, 1_000_000)] = 768  # channels, C
++    activation: Literal["gelu", "relu2"] = "gelu"  # of the MLP
+     # pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it
+--- a/model.py
++++ b/model.py
+@@ -40,2 +40,3 @@
+     n_embd: int = 768
++    activation: str = "gelu"
+     # Pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it.
+@@ -92,2 +93,3 @@
+         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
++        self.activation = config.activation
+ 
+@@ -95,2 +97,4 @@
+         x = self.c_fc(x)
++        if self.activation == "relu2":
++            return self.c_proj(F.relu(x).square())  # So et al. 2021
+         x = F.gelu(x, approximate="tanh")  # the tanh form is part of GPT-2
+"""
 FLAGS = "--sequence-length 64 --total-batch-size 256 --max-steps 16 --checkpoint-every 4 "
 FLAGS += "--keep-checkpoints 9 "
 
@@ -155,6 +180,28 @@ def test_relu2_becomes_a_flag_that_checkpoints_know(warm, files, tmp_path):
     refused_by_transformers(last)
     with pytest.raises(UserError, match="unexpected keyword argument 'activation'"):
         GPT.from_pretrained(last)
+
+
+def test_lion_takes_signs_holds_one_moment_and_resumes_exactly_on_two_ranks(warm, files, tmp_path):
+    copy_with(LION, tmp_path / "copy")
+    spec = importlib.util.spec_from_file_location("optim_with_lion", tmp_path / "copy" / "optim.py")
+    optim = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(optim)
+    model = random_model()
+    [lion] = optim.lion(model, 0.1, learning_rate=1e-2, betas=(0.9, 0.99), eps=1e-8)
+    p = model.transformer.wte.weight
+    x, m = p.detach().clone(), torch.zeros_like(p)
+    for _ in range(3):
+        p.grad = torch.randn_like(p)
+        lion.step()
+        x = x - 1e-2 * (torch.sign(0.9 * m + 0.1 * p.grad) + 0.1 * x)  # the paper's algorithm 2
+        m = 0.99 * m + 0.01 * p.grad
+        torch.testing.assert_close(p.detach(), x)
+    flags = f"{FLAGS} --optimizer lion --sharding zero1"
+    last = train_kill_resume(warm, tmp_path, files, flags, ranks=two_ranks)
+    state = torch.load(last / "training_state.pt")["optimizer"]["state"]
+    assert {name for moments in state.values() for name in moments} == {"momentum"}
+    assert transformers.GPT2LMHeadModel.from_pretrained(last)
 
 
 def test_rotary_positions_reach_the_cache_and_hellaswag(warm, files, tmp_path):

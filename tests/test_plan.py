@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import plan
-from config import PRESETS, TrainConfig, parse_command_line
+from config import NOTES, PRESETS, VOCAB_SIZES, TrainConfig, parse_command_line
 from model import GPT, GPTConfig
 from plan import PlanConfig
 from support import checkpoint
@@ -315,3 +315,18 @@ def test_a_plan_for_minutes_is_the_reproduction_where_the_time_is_its_own(capsys
     assert "flags" in page and "--optimizer muon" in page and "--max-steps 18" in page
     with pytest.raises(UsageError, match="choose one"):
         plan.main(["--minutes", "48", "--max-steps", "9"])
+
+
+def test_help_says_of_each_preset_what_the_program_estimates():
+    notes = [line.split(maxsplit=2) for line in NOTES.strip().splitlines()[1:]]
+    assert [name for name, _, _ in notes] == list(PRESETS)
+    for name, size, about in notes:
+        small = VOCAB_SIZES.get(name)
+        gpus = 1 if small else 8
+        estimates = facts(f"--preset {name} --gpus {gpus} --vocab-size {small or 0}")
+        N = int(estimates["parameters"].replace(",", "")) / 1e6
+        assert size == (f"{N:.1f}M" if small else f"{N:.0f}M")
+        hours, minutes, seconds = map(int, estimates["time"].rpartition(" ")[2].split(":"))
+        hours, minutes = divmod(60 * hours + minutes + (seconds >= 30), 60)
+        time = f"{hours}:{minutes:02} hours" if hours else f"{minutes} minutes"
+        assert small or about.endswith(time), (name, time)

@@ -86,6 +86,8 @@ def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
     shown = call("train_gpt2.py", "--preset", "quickstart", "--help").stdout
     flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
     assert re.findall(r"^│ (--[a-z0-9-]+)", shown, re.MULTILINE) == flags
+    groups = [base.__name__ for base in TrainConfig.__mro__[-2:0:-1]]
+    assert re.findall(r"^╭─ (\w+) options ─", shown, re.MULTILINE) == groups
     assert "(default: data/tinyshakespeare)" in shown
     assert set(PRESETS) <= set(re.findall(r"[\w-]+(?:\.\w+)?", shown.partition("╭")[0]))
 
