@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -66,8 +66,8 @@ class Source:
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
     # tinyshakespeare, stdlib (Python's library), python (stdlib and the installed packages, some of
-    # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or paths and globs of .txt, .jsonl
-    # and .parquet files
+    # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], paths and globs of .txt, .jsonl and
+    # .parquet files, or tokens:OWNER/NAME (ready shards of GPT-2's tokens on the hub)
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
     val_source: tuple[str, ...] = ()
@@ -295,6 +295,9 @@ def verify_shards(folder: Path) -> str:
 
 # -- one start of the command
 
+READY = re.compile(r"(.*[/_])?(train|val)(_\d+)?\.bin")  # the files that tokens:OWNER/NAME takes
+GPT2_EOT = 50256  # the last token of GPT-2's vocabulary
+
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
 # not in older manifests, nor in those of GPT-2's tokens
 NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
@@ -316,14 +319,22 @@ def make_shards(config: Config, folder: Path) -> str:
             if not manifest["cursor"]:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
             try:
-                files = find_sources(options, manifest["sources"])
-                if (given or config.vocab_size) and not files[0].held_out:
-                    most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
-                    manifest["split"] = manifest.get("split") or find_split(files, most)
-                    files = split(files, manifest["split"])
-                benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
-                tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
-                write_shards(config, folder, manifest, files, tokenizer, benchmark)
+                if config.source[0].startswith("tokens:"):
+                    tokenizer = read_tokenizer("gpt2")
+                    fetch_shards(config.source[0], folder, manifest)
+                    where = "the dataset's own"
+                else:
+                    files = find_sources(options, manifest["sources"])
+                    if (given or config.vocab_size) and not files[0].held_out:
+                        most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
+                        manifest["split"] = manifest.get("split") or find_split(files, most)
+                        files = split(files, manifest["split"])
+                    benchmark = None
+                    if config.decontaminate:
+                        benchmark = load_benchmark(config.hellaswag_path)
+                    tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
+                    write_shards(config, folder, manifest, files, tokenizer, benchmark)
+                    where = describe_held_out(files[0])
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     (folder / ".lock").unlink()
@@ -338,18 +349,73 @@ def make_shards(config: Config, folder: Path) -> str:
     return (
         f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})\n"
         f"vocabulary: {tokenizer}, {size:.2f} bytes per token of the text for validation\n"
-        f"for validation: {describe_validation(manifest, files[0])}"
+        f"for validation: {first.num_tokens:,} tokens, "
+        f"{first.num_tokens / manifest['tokens']:.1%} of the text, {where}"
     )
 
 
-def describe_validation(manifest: dict, file: File) -> str:
+def describe_held_out(file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
-    tokens = manifest["shards"][0]["tokens"]
-    amount = f"{tokens:,} tokens, {tokens / manifest['tokens']:.1%} of the text"
     where = file.held_out or "its beginning"
     if file.local and where == "its beginning":
         where += "; to choose another text: --val-source FILE"
-    return f"{amount}, {where}"
+    return where
+
+
+def fetch_shards(source: str, folder: Path, manifest: dict) -> None:
+    """Downloads ready shards of GPT-2's tokens: a dataset of llm.c's .bin files on the hub.
+
+    It ends with the first one behind max_tokens. A shard that is in the manifest has been checked.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+
+    options = manifest["options"]
+    repository = source.removeprefix("tokens:")
+    with reading(source):
+        commit = manifest["sources"].get(source) or options["revision"] or None
+        info = HfApi().dataset_info(repository, revision=commit, files_metadata=True)
+    files = {file.rfilename: file for file in info.siblings or []}
+    splits = {name: match[2] for name in files if (match := READY.fullmatch(name))}
+    if {*splits.values()} != {"train", "val"}:
+        raise UserError(f"{source}: it has no files like *_train_000001.bin and *_val_000000.bin")
+    manifest["sources"][source] = info.sha
+    write_manifest(folder, manifest)  # the folder's files belong to it, also after a kill
+    shards = manifest["shards"]
+    most = options["max_tokens"] or math.inf
+    ordered = sorted(splits, key=lambda name: (splits[name] == "train", name))
+    for name in ordered[len(shards) :]:
+        if len(shards) > 1 and manifest["tokens"] >= most:
+            break
+        with reading(f"{source}, {name}"):
+            hf_hub_download(
+                repository, name, repo_type="dataset", revision=info.sha, local_dir=folder
+            )
+        lfs = files[name].lfs
+        num_tokens, documents, sha256 = check_ready(folder / name, lfs.sha256 if lfs else None)
+        shards.append({"name": name, "split": splits[name], "tokens": num_tokens, "sha256": sha256})
+        manifest["tokens"] += num_tokens
+        manifest["counts"]["documents"] += documents
+        write_manifest(folder, manifest)
+    manifest["cursor"] = None
+    write_manifest(folder, manifest)
+
+
+def check_ready(path: Path, announced: str | None) -> tuple[int, int, str]:
+    """Its tokens, documents and SHA-256. Raises UserError if it is damaged, or not GPT-2's tokens.
+
+    announced: the SHA-256 that the hub has of it, if any.
+    """
+    sha256 = hash_file(path)
+    if announced not in (sha256, None):
+        path.unlink()
+        raise UserError(f"{path} was damaged on its way: start again")
+    shard = Shard(path)
+    documents = 0
+    for tokens in shard.read_all():
+        if not shard.offset or tokens.max() > GPT2_EOT:
+            raise UserError(f"{path} has no GPT-2 tokens in llm.c's format: name another dataset")
+        documents += int((tokens == GPT2_EOT).sum())
+    return shard.num_tokens, documents, sha256
 
 
 def choose_tokenizer(
@@ -483,6 +549,13 @@ def check_flags(config: Config) -> None:
     if not config.source:
         raise UsageError("--source names nothing to read")
     other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
+    if config.source[0].startswith("tokens:"):
+        fitting = ("source", "max_tokens", "revision", *OTHER_FLAGS)
+        typed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
+        if other := [name for name in typed if name not in fitting] or config.source[1:]:
+            raise UsageError(
+                f"--source {config.source[0]} has tokens already: leave out {', '.join(other)}"
+            )
     if "/" in config.name:
         where = "--data-dir names the directory"
         raise UsageError(f"--name {config.name}: the names of shards begin with it; {where}")
@@ -509,7 +582,8 @@ def name_after(source: str) -> str:
     """What the names of the shards begin with, if --name does not say it."""
     if source.startswith("fineweb"):
         return "edufineweb" if "edu" in source else "fineweb"  # the former is build-nanogpt's
-    last = source.removeprefix("hub:").partition(":")[0].rpartition("/")[2].partition(".")[0]
+    source = re.sub("^(hub|tokens):", "", source)
+    last = source.partition(":")[0].rpartition("/")[2].partition(".")[0]
     return re.sub(r"[^A-Za-z0-9-]", "", last).lower() or "text"
 
 

@@ -150,7 +150,7 @@ def anchor_of(heading: str) -> str:
 def test_pages_are_short():
     assert len(README.splitlines()) <= 190 and len(README.split()) <= 1900
     for page in DOCS:
-        most = 225 if page == "docs/change-the-model.md" else 120
+        most = 230 if page == "docs/change-the-model.md" else 120
         assert len((ROOT / page).read_text().splitlines()) <= most, page
 
 

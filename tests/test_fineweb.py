@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import EOT, HerePool, run_program
+from conftest import EOT, HerePool, documents, run_program
 from contract import TOLD, call, contents
 from tqdm import tqdm
 
@@ -693,7 +693,8 @@ class Hub(BaseHTTPRequestHandler):
             self.answer(200, json.dumps(entries).encode())
         elif api == "/api/datasets":
             commit = COMMIT if COMMIT in path else self.server.commit
-            self.answer(200, json.dumps({"id": "o/d", "sha": commit, "siblings": []}).encode())
+            about = {"id": "o/d", "sha": commit, "siblings": self.server.siblings}
+            self.answer(200, json.dumps(about).encode())
         elif api == "/datasets" and (name := path.partition(COMMIT + "/")[2]) in files:
             self.file(files[name])
         elif self.path == "/input.txt":
@@ -709,8 +710,9 @@ class Hub(BaseHTTPRequestHandler):
         headers = {"X_Repo_Commit": COMMIT, "ETag": '"1"', "Accept_Ranges": "bytes"}
         if not (asked := self.headers.get("Range")):
             return self.answer(200, data, **headers)
-        first, last = (int(n) for n in asked.removeprefix("bytes=").split("-"))
-        part = data[first : last + 1]
+        first, _, last = asked.removeprefix("bytes=").partition("-")
+        first = int(first)
+        part = data[first : int(last or len(data)) + 1]
         trouble = self.server.trouble.pop(0) if self.server.trouble else ""
         if trouble in ("500", "503", "429"):
             return self.answer(int(trouble))
@@ -729,6 +731,7 @@ def hub(tmp_path):
     server.daemon_threads = True
     server.asked = []
     server.trouble = []
+    server.siblings = []
     server.commit = COMMIT
     server.texts = prose(2400, words=40)
     server.files = {"README.md": CARD, "other/a.parquet": b"not asked for"}
@@ -812,6 +815,72 @@ def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monke
         done = run(*options, code=1, first="sources.FIRST_ANSWER = 0.3", env=env)
     assert "hub:o/d cannot be read (ReadTimeout: " in done.stderr
     assert not folder.parent.exists() and 5 <= sources.FIRST_ANSWER <= 15
+
+
+def llm_c(tokens: np.ndarray) -> bytes:
+    header = np.zeros(256, np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    return header.tobytes() + tokens.astype(np.uint16).tobytes()
+
+
+def offer(server, **files: bytes) -> None:
+    """Puts files into the hub's dataset, with their SHA-256."""
+    for name, data in files.items():
+        path = f"deep/{name}.bin"
+        server.files[path] = data
+        lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 1}
+        server.siblings.append({"rfilename": path, "size": len(data), "lfs": lfs})
+
+
+def ready(server, out: Path, *more, code=0, source="tokens:o/d"):
+    return run("--source", source, "--data-dir", out, *more, code=code, env=server.env)
+
+
+def test_ready_tokens_are_downloaded_checked_resumed_and_trained_on(hub, tmp_path):
+    tokens = [documents(300, seed=seed) for seed in range(4)]
+    names = ["fw_val_000000", "fw_train_000001", "fw_train_000002", "fw_train_000003"]
+    offer(hub, **dict(zip(names[::-1], map(llm_c, tokens[::-1]), strict=True)), unrelated=b"1")
+    out = tmp_path / "out"
+    whole = hub.files["deep/fw_train_000002.bin"]
+    hub.files["deep/fw_train_000002.bin"] = whole[:-2] + b"no"
+    assert "fw_train_000002.bin was damaged on its way" in ready(hub, out, code=1).stderr
+    assert [shard["name"] for shard in read_manifest(out)["shards"]] == [
+        f"deep/{name}.bin" for name in names[:2]
+    ]
+    hub.files["deep/fw_train_000002.bin"] = whole
+    hub.asked.clear()
+    hub.commit = "f" * 40
+    said = ready(hub, out).stdout
+    assert f"{sum(map(len, tokens)):,} tokens in 4 shards (documents: " in said
+    assert not any("000001" in path for path in hub.asked)
+    assert [path for path in hub.asked if "revision" in path] == [f"/revision/{COMMIT}"]
+    for split, expected in (("val", tokens[:1]), ("train", tokens[1:])):
+        found = [np.concatenate([*shard.read_all()]) for shard in find_shards(out, split)]
+        assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
+    assert "4 shards are as they were written" in run("--verify", "--data-dir", out).stdout
+    hub.commit = COMMIT
+    some = tmp_path / "some"
+    ready(hub, some, "--max-tokens", 400)
+    assert [shard["name"][-10:] for shard in read_manifest(some)["shards"]] == [
+        "000000.bin",
+        "000001.bin",
+    ]
+
+
+def test_what_is_not_gpt2s_tokens_is_refused(hub, tmp_path):
+    out = tmp_path / "out"
+    assert "it has no files like *_train_000001.bin" in ready(hub, out, code=1).stderr
+    assert not out.exists()
+    llama = documents(300, seed=0)
+    llama[7] = 50257
+    wrong = [llm_c(llama), documents(300, seed=0).tobytes()]  # the second has no header
+    for i, val in enumerate(wrong):
+        hub.siblings.clear()
+        offer(hub, fw_val_000000=val, fw_train_000001=llm_c(llama))
+        told = ready(hub, tmp_path / f"out{i}", code=1).stderr
+        assert "fw_val_000000.bin has no GPT-2 tokens in llm.c's format" in told
+    typed = ready(hub, out, "--vocab-size", 300, "--workers", 1, code=2).stderr
+    assert "tokens:o/d has tokens already: leave out vocab_size" in typed
 
 
 NOT_THERE = {
