@@ -32,7 +32,7 @@ from tyro.conf import UseAppendAction
 
 from support.common import UsageError, UserError, parse_flags, run_script, say, write_whole, writing
 from support.log import read_run
-from support.plots import COLORS, GREY, label_lines, label_x, new_figure, save_picture
+from support.plots import GREY, STYLES, label_lines, label_x, name_text, new_figure, save_picture
 from support.token_files import find_shards, identify
 from support.tokenizer import tokenizer_of_data
 
@@ -402,6 +402,9 @@ def format_page(result: dict) -> str:
     arms = result["arms"]
     rows = [f"| {' | '.join(describe_arm(arm))} |" for arm in arms]
     verdicts = [f"- {arm['against']['verdict']}." for arm in arms[1:]]
+    if halves := [arm["against"]["half"] for arm in arms if "half" in arm["against"]]:
+        seeds = len(arms[0]["runs"])
+        verdicts.append(f"- {seeds} seeds may miss a difference of less than {max(halves):.2g}.")
     measure = result.get("measure", "validation loss")  # old records have no other
     facts = dict(measure=measure, Measure=measure.capitalize())
     facts |= dict(rows="\n".join(rows), verdicts="\n".join(verdicts), command=result["command"])
@@ -454,12 +457,13 @@ def plot_comparison(result: dict[str, Any]) -> Any:
     measure = result.get("measure", "validation loss")
     names = name_arms(result["arms"])
     found = []
-    for arm, name, color in zip(result["arms"], names, cycle(COLORS)):
+    for arm, name, style in zip(result["arms"], names, cycle(STYLES)):
+        color = style["color"]
         if ended := [run for run in arm["runs"] if run["val_loss"] is not None]:
             start = max(1, len(ended[0]["losses"]) // 10)  # the first fall would fill the picture
             millions = np.array(ended[0]["tokens"][start:]) / 1e6
             seeds = np.array([run["losses"][start:] for run in ended])
-            losses.plot(millions, seeds.mean(0), color=color, label=name)
+            losses.plot(millions, seeds.mean(0), label=name, **style)
             losses.fill_between(millions, seeds.min(0), seeds.max(0), color=color, alpha=0.2, lw=0)
         against = arm["against"]
         if "mean" in against:
@@ -467,10 +471,13 @@ def plot_comparison(result: dict[str, Any]) -> Any:
             rows = [name] * len(arm["runs"])
             differences.plot(against["differences"], rows, "|", color=color, ms=9)
             differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
-    unit = "nats" if measure == "validation loss" else measure
-    title = describe_best(found, names[0], unit) if found else ""
-    losses.set(ylabel=f"{measure}, mean and range of seeds", title=title)
-    label_x(losses, "tokens (millions)")
+    in_units = "nats" if measure == "validation loss" else measure
+    title = describe_best(found, names[0], in_units) if found else ""
+    unit = " (nats per token)" if measure == "validation loss" else ""
+    losses.set(ylabel=f"{measure}{unit}", title=title)
+    text = name_text(result["about"].get("config", {}), "the text")  # old records have none
+    size = "{n_layer} × {n_embd}".format(**result["base"] | result["about"].get("model", {}))
+    label_x(losses, f"millions of tokens of {text}, {size}\n(mean and range of the seeds)")
     label_lines(losses)
     differences.axvline(0, color=GREY, linewidth=0.8)
     differences.margins(x=0.1, y=0.3)

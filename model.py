@@ -409,6 +409,7 @@ class DataLoaderLite:
         self.vocab_size = tokenizer_of_data(self.data_dir).vocab_size
         self.num_tokens = sum(shard.num_tokens for shard in self.shards)
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
+        self.epoch_tokens = self.num_sequences * self.T
         if not self.num_sequences:
             raise UserError(
                 f"no shard of the {self.split} split in {self.data_dir} is as long as one sequence "

@@ -507,6 +507,7 @@ def train(config: TrainConfig, args: list[str], world: World, began: float) -> N
             about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
             about["model"] = asdict(run.model.config)
             about["parameters"] = run.model.num_params()
+            about["epoch_tokens"] = run.train_loader.epoch_tokens
             run.log = resume.start_logs(config, world, resumed_from, about)
             loop(run)
             finish(run)

@@ -225,8 +225,9 @@ def plot_minutes(result: dict) -> Any:
         best.setdefault(row["name"].partition(",")[0], row["bits"])
     shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
     axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
-    axis.set_ylabel(f"bits per byte of held-out text, {plots.TEXTS.get(data, data)}")
-    plots.label_x(axis, "minutes of training")
+    text = plots.TEXTS.get(data, data)
+    axis.set_ylabel(f"bits per byte of held-out {text}\n(its compressed size; plain text has 8)")
+    plots.label_x(axis, "minutes of training (updates × the time of one)")
     plots.label_lines(axis)
     axis.text(0.02, 0.14, "compiling", transform=axis.transAxes)
     return figure

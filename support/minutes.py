@@ -74,7 +74,7 @@ def fit_schedule(
         update, evaluation = rehearse(run, make_update, until)
     loader = run.train_loader
     found = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
-    epoch = loader.num_sequences * loader.T / config.total_batch_size  # updates
+    epoch = loader.epoch_tokens / config.total_batch_size  # updates
     num_params = run.model.num_params()
     del run, loader
     gc.collect()  # its parts refer to each other, and the next run needs their memory

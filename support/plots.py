@@ -127,23 +127,25 @@ def save_picture(figure: Any, path: Path) -> None:
 
 def title_of(run: LoggedRun) -> str:
     """The text that a run trains on, and the size of its model where that was recorded."""
-    text = name_text(run)
+    text = name_text(run.config, run.name)
     millions = next((r["parameters"] for r in run.records if "parameters" in r), 0) / 1e6
     return f"{text}, {millions:.{int(millions < 10)}f} million parameters" if millions else text
 
 
-def name_text(run: LoggedRun) -> str:
-    """In words, what a run trains on; the run's own name where that was not recorded."""
-    text = text_of(run.config)
-    return (TEXTS | {"?": run.name}).get(text, text)
+def name_text(config: dict, unknown: str) -> str:
+    """In words, what a run with these settings trains on; `unknown` where that was not recorded."""
+    text = text_of(config)
+    return (TEXTS | {"?": unknown}).get(text, text)
 
 
 def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     """Draws the runs on each text in a panel of its own. draw: draw_loss, draw_hellaswag, …"""
-    texts = list(dict.fromkeys(map(name_text, runs)))
-    figure, axes = new_figure(len(texts), 1)
-    for axis, text in zip(axes, texts, strict=True):
-        draw(axis, [run for run in runs if name_text(run) == text])
+    by_text: dict[str, list[LoggedRun]] = {}
+    for run in runs:
+        by_text.setdefault(name_text(run.config, run.name), []).append(run)
+    figure, axes = new_figure(len(by_text), 1)
+    for axis, (text, same) in zip(axes, by_text.items(), strict=True):
+        draw(axis, same)
         axis.set_title(text)
     return figure
 
@@ -169,10 +171,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
             axis.plot(steps[few] * unit, mean[few], **style, label=label)
             tops.append(mean[in_view(run, steps)].max())
             if alone:
-                resumes = [record["step"] for record in starts_of(run.records)[1:]]
-                crossed = np.interp(resumes, steps, mean)
-                axis.plot(resumes, crossed, "x", color=GREY, ms=7, mew=1.6)
-                axis.set_xlabel("step (×: interrupted, then resumed)" if resumes else "step")
+                mark_steps(axis, run, steps, mean)
             if alone and deviation.any():
                 band = np.array([np.maximum(mean - deviation, losses.min()), mean + deviation])
                 axis.fill_between(steps[few], *band[:, few], color=color, alpha=0.1, linewidth=0)
@@ -192,6 +191,22 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
     axis.set_ylabel("loss (nats per token)")
     label_lines(axis)
+
+
+def mark_steps(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:
+    """Marks on the curve where a run was resumed, and below it where each epoch begins."""
+    starts = starts_of(run.records)
+    notes = []
+    if resumes := [record["step"] for record in starts[1:]]:
+        axis.plot(resumes, np.interp(resumes, steps, mean), "x", color=GREY, ms=7, mew=1.6)
+        notes.append("×: interrupted, then resumed")
+    tokens = starts[0].get("epoch_tokens", 0) if starts else 0
+    epoch = tokens / run.config.get("total_batch_size", 1)
+    if 0 < epoch < steps[-1] <= 40 * epoch:  # more could not be told apart
+        at = np.arange(epoch, steps[-1], epoch)
+        axis.plot(at, 0 * at, "|", color=GREY, ms=14, mew=1.6, transform=axis.get_xaxis_transform())
+        notes.append("|: a new epoch")
+    axis.set_xlabel(f"step ({'; '.join(notes)})" if notes else "step")
 
 
 def draw_band(axis: Any, runs: list[LoggedRun], stream: str, units: list[float]) -> None:
@@ -272,17 +287,16 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     for i, moment in enumerate(moments):
         k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
         lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
-        for line in samples[k][0].splitlines():
-            far = " " * min(8, (len(line) - len(line.lstrip())) // 2)  # some code begins far right
-            lines += textwrap.wrap(line.strip(), 36, initial_indent=far, subsequent_indent=far)
-        text = "\n".join(lines[:7])
+        for line in samples[k][0].splitlines():  # as it was generated
+            lines += textwrap.wrap(line, 42, drop_whitespace=False) or [""]
+        text = "\n".join(lines[:9])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color=GREY, linewidth=0.6, relpos=(across, 0))
-        style = dict(family="monospace", fontsize=7.5, arrowprops=arrow)
+        style = dict(family="monospace", fontsize=6.5, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
-    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=90)
+    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=110)
     return figure
 
 

@@ -56,7 +56,7 @@ def describe_batch(config: TrainConfig, processes: int, train: DataLoaderLite) -
     """What is trained on, and how a step is divided."""
     total = config.total_batch_size
     accumulation = total // (train.B * train.T * processes)
-    steps = train.num_sequences * train.T / total  # of an epoch
+    steps = train.epoch_tokens / total  # of an epoch
     return (
         f"train: {counted(len(train.shards), 'shard')}, {train.num_tokens:,} tokens in "
         f"{config.data_dir}\n"

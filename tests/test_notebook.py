@@ -86,7 +86,7 @@ def test_the_notebook_walks_from_nothing_to_gpt2_and_through_what_a_run_leaves(
     assert not [line for line in walk if line not in shown]
     assert float(last) < float(first) - 0.5 and abs(float(first) - 10.82) < 0.3
     assert shown.count("(as generate: True)") == 4 and "as generate: False" not in shown
-    assert "== tiny, step 20\nso <far> 20\n$\n--\nand so on" in shown, "the first samples"
+    assert "== tiny, step 20\nso <far> 20\n\n    $\n--\nand so on" in shown, "the first samples"
     assert "step 60" in shown and "step 40" not in shown, "and the last"
     row = ("data/stdlib", "<td>12</td>", "<td>3.3174</td>", "<td>0.28</td>", "<td>1000")
     assert all(cell in shown for cell in row), "the table of runs"

@@ -41,12 +41,14 @@ ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
 }
 
 
-def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=1000, **config):
+def write_run(
+    directory, data_dir="data/stdlib", steps=60, hella=True, total=1000, about=ABOUT, **config
+):
     """The logs of a run as support.log writes them: a falling loss, evaluated every 20 steps."""
     run = dict(n_layer=12, n_embd=768, total_batch_size=1000, data_dir=data_dir, max_steps=steps)
     run |= config
     model = {name: run[name] for name in ("n_layer", "n_embd")}
-    log = open_log(directory, [{"type": "run", "config": run, "model": model, **ABOUT}])
+    log = open_log(directory, [{"type": "run", "config": run, "model": model, **about}])
     for step in range(steps + 1):
         loss = 3.3 + 7 * math.exp(-step / 10)
         if step % 20 == 0:
@@ -57,7 +59,7 @@ def write_run(directory, data_dir="data/stdlib", steps=60, hella=True, total=100
                     step, "hella", hellaswag=score, total=total, figures={"HellaSwag": score}
                 )
             if step:
-                log.record(step, "samples", samples=[f"so <far> {step}\n$", "and so on"])
+                log.record(step, "samples", samples=[f"so <far> {step}\n\n    $", "and so on"])
         if step < steps:
             values = dict(loss=loss, lr=6e-4, norm=1.5, tokens_per_sec=1000.0, memory=2 * 10**9)
             done = step + 1
@@ -179,12 +181,21 @@ def test_a_cross_is_where_a_run_was_resumed(tmp_path):
     assert "×: interrupted, then resumed" in axis.get_xlabel()
 
 
+@pytest.mark.parametrize("updates, marks", [(25, [25, 50]), (60, []), (1, []), (0, [])])
+def test_each_epoch_that_begins_within_a_run_is_marked(tmp_path, updates, marks):
+    about = ABOUT | (dict(epoch_tokens=updates * 1000) if updates else {})
+    [axis] = plots.plot_run(write_run(tmp_path / "run", hella=False, about=about)).axes
+    found = [line for line in axis.lines if line.get_marker() == "|"]
+    assert [x for line in found for x in line.get_xdata()] == marks
+    assert axis.get_xlabel() == ("step (|: a new epoch)" if marks else "step")
+
+
 def test_samples_stand_above_the_curve_with_an_arrow_to_their_point(tmp_path):
     run = write_run(tmp_path / "run", hella=False, sample_prompt="so")  # 2 s a step
     [axis] = plots.plot_samples(run, [0.5, 1.3, 60]).axes
     texts = [text for text in axis.texts if "minutes" in text.get_text()]
     assert [text.xy[0] for text in texts] == [20, 40, 60], "the first after it, or the last"
-    assert texts[0].get_text() == "1 minutes, step 20\n\nso <far> 20\n$"
+    assert texts[0].get_text() == "1 minutes, step 20\n\nso <far> 20\n\n    $"
     assert axis.get_title("left").endswith("parameters, continuing 'so'")
     curve = next(line for line in axis.lines if line.get_color() == plots.BLUE)
     for text in texts[1:]:
@@ -210,7 +221,7 @@ def test_a_picture_for_pages_is_always_the_same_bytes_and_reads_on_light_and_dar
         figure = plots.plot_by_text(plots.draw_loss, runs)
         plots.save_picture(figure, tmp_path / f"{name}.svg")
     svg = (tmp_path / "1.svg").read_text()
-    assert (tmp_path / "2.svg").read_text() == svg and len(svg) < 150_000
+    assert (tmp_path / "2.svg").read_text() == svg and len(svg) < 160_000
     assert contrast("#ffffff", "#000000") == 21
     colors = set(re.findall("#[0-9a-f]{6}", svg))
     assert colors == set(plots.COLORS), "the text is grey, and a transparent page has no colour"
@@ -220,7 +231,7 @@ def test_a_picture_for_pages_is_always_the_same_bytes_and_reads_on_light_and_dar
 
 def test_the_committed_pictures_of_pages_are_small():
     for name in ("runs/quickstart/loss", "runs/laptop/samples", "benchmarks/compare/compare"):
-        assert (ROOT / f"{name}.svg").stat().st_size < 150_000
+        assert (ROOT / f"{name}.svg").stat().st_size < 160_000
 
 
 @pytest.mark.parametrize("first, dots", [(3.0, 3), (9.0, 2)])
@@ -283,7 +294,11 @@ def arm_of(name, *lasts, recipe=(), **against):
 def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm():
     better = dict(mean=-1.0, half=0.1, differences=[-1.1, -0.9])
     arms = [arm_of("base", 4, 4), arm_of("better", 2.9, 3.1, **better), arm_of("worse", 4, None)]
-    losses, differences = compare.plot_comparison(dict(arms=arms)).axes
+    about = dict(config=dict(data_dir="data/stdlib"))
+    result = dict(arms=arms, about=about, base=dict(n_layer=2, n_embd=64))
+    losses, differences = compare.plot_comparison(result).axes
+    assert losses.get_ylabel() == "validation loss (nats per token)"
+    assert losses.get_xlabel().startswith("millions of tokens of Python's library, 2 × 64\n")
     assert [line.get_ydata().tolist() for line in losses.lines] == [[5, 4], [5, 3], [5, 4]]
     ranges = [band.get_paths()[0].vertices[:, 1] for band in losses.collections]
     assert [(y.min(), y.max()) for y in ranges] == [(4, 5), (2.9, 5), (4, 5)], "none diverged"
@@ -291,6 +306,13 @@ def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm(
     assert losses.get_title("left") == "better ends 1.00 nats below base"
     assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
     assert [label.get_text() for label in differences.get_yticklabels()] == ["better"]
+
+
+def test_no_two_of_nine_arms_look_the_same():
+    arms = [arm_of(f"arm {i}", 4 + i, 4 + i) for i in range(9)]
+    result = dict(arms=arms, about={}, base=dict(n_layer=2, n_embd=64))
+    lines = compare.plot_comparison(result).axes[0].lines
+    assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 9
 
 
 def test_arms_are_named_by_optimizer_and_rate_if_nothing_else_differs():
@@ -357,7 +379,7 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         "| best checkpoint | ckpt_000060, with the lowest validation loss: 3.2500 |",
         "    2026-01-01 00:00:00  python train_gpt2.py --max-steps 60 --seed 2 --overwrite\n",
         "    2026-01-01 00:00:00  python again.py\n",
-        "## Samples after 20 updates\n\n    so <far> 20\n    $\n\n    and so on\n",
+        "## Samples after 20 updates\n\n    so <far> 20\n\n        $\n\n    and so on\n",
     ):
         assert fact in page, fact
 
