@@ -490,6 +490,8 @@ def plot_comparison(result: dict[str, Any]) -> Any:
 def name_arms(arms: list[dict]) -> list[str]:
     """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
     recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
+    for recipe in recipes:
+        recipe.pop("embedding_lr", 0)  # AdamW has none
     pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
     if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
         return [arm["name"] for arm in arms]

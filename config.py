@@ -20,7 +20,7 @@ from support.common import (
     Positive,
     Range,
     UsageError,
-    beside_script,
+    command_for,
     out_of_range,
     read_flags,
 )
@@ -426,7 +426,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
         if not source and c.data_dir != TrainConfig.data_dir:
             source = " --source YOUR_TEXT"
         size = f" --vocab-size {VOCAB_SIZES[c.preset]}" if c.preset in VOCAB_SIZES else ""
-        command = f"python {beside_script('fineweb.py')}{source}{size}"
+        command = f"{command_for('fineweb.py')}{source}{size}"
         command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:

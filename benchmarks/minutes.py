@@ -2,6 +2,7 @@
 
 git clone https://github.com/karpathy/nanoGPT ../nanoGPT
 python -m benchmarks.minutes --peer ../nanoGPT
+python -m benchmarks.minutes --peer ../nanoGPT --minutes 1 --recipe="--minutes 1" --seeds 1
 
 On the CPU, nanoGPT, transformers and this repository train on one text, each in a process of its
 own. First they take turns with short runs, because the machine's speed changes: the medians say how
@@ -23,7 +24,7 @@ from functools import partial
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -31,9 +32,12 @@ import torch
 from benchmarks import peers
 from benchmarks.tables import format_table
 from config import parse_command_line
+from model import DataLoaderLite
 from support import plots
-from support.common import Positive, parse_flags, run_script, say, write_whole
+from support.common import Positive, Range, parse_flags, run_script, say, write_whole
+from support.device import pick_dtype
 from support.distributed import start_world
+from support.minutes import fit_sizes
 from support.report import describe_run
 from support.token_files import find_shards
 from support.tokenizer import tokenizer_of_data
@@ -61,14 +65,16 @@ class MinutesConfig:
     peer: str = ""  # a clone of nanoGPT; without it, its two sides are left out
     data_dir: str = "data/tinyshakespeare"  # shards by fineweb.py
     minutes: Positive = 3.0  # of training, for each run
-    # this repository's flags, typed as --recipe="--preset laptop"; the others take its sizes
+    # this repository's flags, typed as --recipe="--preset laptop"; the others take its sizes. With
+    # --recipe="--minutes 3", its rule chooses sizes, and a recipe for the updates that fit
     recipe: str = "--preset quickstart"
+    seeds: Annotated[int, Range(1, 3)] = 3
     out: str = "log/minutes"  # the results go to OUT.json and OUT.png
 
 
 def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Path:
     """A directory for nanoGPT. sizes: bytes of each token, for `score`."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for name, tokens in zip(("train", "val"), splits, strict=True):
         tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
     meta = dict(vocab_size=len(sizes), sizes=sizes)
@@ -76,8 +82,24 @@ def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Pa
     return folder
 
 
-def find_sides(config: MinutesConfig, folder: Path) -> Sides:
+def choose_flags(config: MinutesConfig) -> list[str]:
+    """This repository's flags; with --minutes, sizes for the operations that fit here."""
     flags = [*shlex.split(config.recipe), f"--data-dir={config.data_dir}"]
+    recipe = parse_command_line(flags)
+    return fit_sizes(recipe, start_world("cpu")).as_flags() if recipe.minutes else flags
+
+
+def schedule(flags: list[str], updates: int) -> list[str]:
+    """The same sizes, with the recipe that --minutes has for so many updates."""
+    recipe = parse_command_line(flags)
+    recipe.typed = set()  # all may be chosen again
+    loader = DataLoaderLite(recipe.data_dir, "train", 1, recipe.sequence_length)
+    epochs = updates * recipe.total_batch_size / loader.epoch_tokens
+    return recipe.scheduled_for(updates, epochs).as_flags()
+
+
+def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
+    """flags: this repository's, from choose_flags."""
     recipe = parse_command_line(flags)
     tokenizer = tokenizer_of_data(config.data_dir)
     splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
@@ -122,19 +144,25 @@ def find_paces(sides: Sides) -> dict[str, list[float]]:
 def race(config: MinutesConfig, command: str) -> dict:
     """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
     record = Path(f"{config.out}.json")
-    result = describe_run(config, start_world("cpu"), torch.bfloat16, 0, command) | dict(runs=[])
+    dtype, _ = pick_dtype(torch.device("cpu"))
+    result = describe_run(config, start_world("cpu"), dtype, 0, command) | dict(runs=[])
     if record.exists() and (found := json.loads(record.read_text()))["command"] == command:
         result = found
     with tempfile.TemporaryDirectory() as folder:
-        sides = find_sides(config, Path(folder))
+        if "flags" not in result:
+            result["flags"] = choose_flags(config)
+        sides = find_sides(config, result["flags"], Path(folder))
         if "paces" not in result:
             result["paces"] = find_paces(sides)
+            if parse_command_line(shlex.split(config.recipe)).minutes:
+                result["flags"] = schedule(result["flags"], fit(config, *result["paces"][OURS]))
+                sides = find_sides(config, result["flags"], Path(folder))
             write_whole(record, json.dumps(result, indent=1).encode())
-        while missing := find_missing(sides, result["runs"]):
+        while missing := find_missing(sides, result["runs"], SEEDS[: config.seeds]):
             name, rate, seed = missing
             update, start = result["paces"][name]
-            fit = max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
-            scores = in_new_process(sides[name][0], fit, rate, seed, SCORES)
+            updates = fit(config, update, start)
+            scores = in_new_process(sides[name][0], updates, rate, seed, SCORES)
             points = [(n, start + n * update, bits) for n, _, bits in scores]
             result["runs"].append(dict(name=name, rate=rate, seed=seed, points=points))
             write_whole(record, json.dumps(result, indent=1).encode())
@@ -142,12 +170,17 @@ def race(config: MinutesConfig, command: str) -> dict:
     return result
 
 
-def find_missing(sides: Sides, runs: list[dict]) -> tuple[str, float, int] | None:
+def fit(config: MinutesConfig, update: float, start: float) -> int:
+    """How many updates fit, a multiple of SCORES. Takes the seconds of one and of compiling."""
+    return max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
+
+
+def find_missing(sides: Sides, runs: list[dict], seeds: tuple) -> tuple[str, float, int] | None:
     """The name, rate and seed of the next run; None if there are all."""
     done = [(run["name"], run["rate"], run["seed"]) for run in runs]
     tuning = ((name, rate, SEEDS[0]) for name, (_, rates) in sides.items() for rate in rates)
     # asked only when all of the tuning is done
-    judging = ((name, tried(runs, name)[0]["rate"], seed) for seed in SEEDS[1:] for name in sides)
+    judging = ((name, tried(runs, name)[0]["rate"], seed) for seed in seeds[1:] for name in sides)
     return next((run for run in chain(tuning, judging) if run not in done), None)
 
 
@@ -230,6 +263,29 @@ def plot_minutes(result: dict) -> Any:
     plots.label_x(axis, "minutes of training (updates × the time of one)")
     plots.label_lines(axis)
     axis.text(0.02, 0.14, "compiling", transform=axis.transAxes)
+    return figure
+
+
+def plot_budgets(races: list[dict]) -> Any:
+    """Final bits per byte by minutes, a line for each side: mean and range of its seeds."""
+    figure, [axis] = plots.new_figure(1, 1)
+    ends: dict[str, list] = {}
+    for race in sorted(races, key=lambda race: race["config"]["minutes"]):
+        for row in summarize(race):
+            low, high = (float(bound[-1]) for bound in row["range"])
+            ends.setdefault(row["name"], []).append(
+                (race["config"]["minutes"], row["bits"], row["bits"] - low, high - row["bits"])
+            )
+    for (name, found), color in zip(ends.items(), plots.COLORS, strict=False):
+        minutes, bits, *error = np.array(found).T
+        axis.errorbar(minutes, bits, error, marker="o", ms=4, color=color, clip_on=False)
+        axis.lines[-1].set_label(f"{name} {bits[-1]:.3f}")
+    data = Path(races[0]["config"]["data_dir"]).name
+    axis.set(xscale="log", ylabel=f"bits per byte of held-out {plots.TEXTS.get(data, data)}")
+    axis.set_xticks(*[[*dict.fromkeys(end[0] for end in next(iter(ends.values())))]] * 2)
+    axis.set_xlabel("minutes of training, each run with a schedule of its own")
+    axis.set_title("Who ends lower?")
+    plots.label_lines(axis)
     return figure
 
 

@@ -30,7 +30,7 @@ from model import GPT, DataLoaderLite, GPTConfig
 from optim import decay_groups
 from support.common import UserError
 from support.compile import compile_blocks
-from support.device import autocast, keep_freed_memory
+from support.device import autocast, keep_freed_memory, pick_dtype
 from support.distributed import Stop, World
 from support.generation import compile_step
 from support.log import read_run
@@ -308,7 +308,7 @@ def train_nanogpt(
 def train_transformers(
     recipe: TrainConfig, folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
-    """Its GPT-2 in a plain loop: bfloat16, compiled, fused AdamW, a cosine, gradients clipped."""
+    """Its GPT-2 in a plain loop: our dtype, compiled, fused AdamW, a cosine, gradients clipped."""
     T = recipe.sequence_length
     B = recipe.total_batch_size // T
     loader = DataLoaderLite(recipe.data_dir, "train", B, T, shuffle=True, seed=seed)
@@ -319,8 +319,11 @@ def train_transformers(
     adamw = torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = TrainConfig(max_steps=updates, warmup_steps=updates // 30, learning_rate=rate)
 
+    cpu = torch.device("cpu")
+    dtype, _ = pick_dtype(cpu)  # as this repository
+
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with autocast(cpu, dtype):
             logits = model(input_ids=x, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-1)
 

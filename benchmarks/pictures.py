@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from benchmarks.climb import plot_climbs
-from benchmarks.minutes import plot_minutes
+from benchmarks.minutes import plot_budgets, plot_minutes
 from compare import plot_comparison
 from support.plots import plot_run, plot_samples, save_picture
 
@@ -23,6 +23,9 @@ def draw(root: Path) -> None:
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
     ladders = sorted((root / "benchmarks").glob("*-ladder.json"))
     save_picture(plot_climbs(ladders), root / "benchmarks" / "climb.svg")
+    if budgets := sorted((root / "benchmarks").glob("budget-*.json")):
+        races = [json.loads(record.read_text()) for record in budgets]
+        save_picture(plot_budgets(races), root / "benchmarks" / "budgets.svg")
     for pattern, (plot, suffixes) in PLOTS.items():
         for record in (root / "benchmarks").glob(f"{pattern}.json"):
             figure = plot(json.loads(record.read_text()))

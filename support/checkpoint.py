@@ -198,8 +198,9 @@ def find(candidates: list[Path], world: World) -> Checkpoint | None:
             world.say(f"skipping {candidate}: {problem}")
             damaged.append(candidate)
         if damaged and not path:
-            if set(checkpoints(damaged[-1].parent)) - set(damaged):
-                raise UserError(f"{problem}; to take the newest that is whole: --resume auto")
+            if others := set(checkpoints(damaged[-1].parent)) - set(damaged):
+                newest = max(others, key=step_of)
+                raise UserError(f"{problem}; the newest other one: --resume {newest}")
             hint = "start over, with --overwrite and without --resume"
             if "model.safetensors" not in problem:
                 hint += f", or {new_run_from(damaged[-1])}"

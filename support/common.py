@@ -114,9 +114,23 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
+def as_typed(program: str) -> str:
+    """A program beside this Python, as one types it: with its path, if it is below this directory,
+    because its environment may not be activated."""
+    path = Path(sys.executable).with_name(program)
+    if path.is_relative_to(Path.cwd()):
+        return shlex.quote(str(path.relative_to(Path.cwd())))
+    return program
+
+
 def beside_script(name: str) -> str:
     """The path of a script, as one types it where the running one was started; for a shell."""
     return shlex.quote(str(Path(sys.argv[0]).with_name(name)))
+
+
+def command_for(script: str) -> str:
+    """What one types to run another script of this repository."""
+    return f"{as_typed('python')} {beside_script(script)}"
 
 
 def new_run_from(checkpoint: Path) -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from support.common import UsageError, UserError, say
+from support.common import UsageError, UserError, as_typed, say
 from support.device import claim_device, limit_nccl
 
 T = TypeVar("T")
@@ -123,12 +123,13 @@ class World:
     def launcher(self) -> str:
         """The command that starts this many processes on this many nodes."""
         if self.size == 1:
-            return "python"
+            return as_typed("python")
+        torchrun = as_typed("torchrun")
         nodes = self.size // self.local_size
         if nodes == 1:
-            return f"torchrun --standalone --nproc_per_node={self.size}"
+            return f"{torchrun} --standalone --nproc_per_node={self.size}"
         processes = f"--nnodes={nodes} --nproc_per_node={self.local_size}"
-        return f"torchrun {processes} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
+        return f"{torchrun} {processes} --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT"
 
     def say(self, message: str) -> None:
         if self.is_main:

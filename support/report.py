@@ -6,7 +6,6 @@ import dataclasses
 import platform
 import shlex
 import statistics
-import sys
 import time
 from pathlib import Path
 from textwrap import indent
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.common import beside_script, counted, duration, revision, write_whole
+from support.common import command_for, counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
 from support.log import read_run, starts_of
 from support.published import beside_openai
@@ -149,9 +148,6 @@ def describe_best(best: dict[str, Any]) -> str:
 
 def last_words(config: TrainConfig, last_saved: Path | None, progress: Progress) -> str:
     """How well it predicts text, where report, curve and checkpoint are, and what to run next."""
-    python = "python"
-    if Path(sys.executable).is_relative_to(Path.cwd()):  # perhaps not activated
-        python = str(Path(sys.executable).relative_to(Path.cwd()))
     log_dir = config.log_dir
     lines = {}
     if bits := progress.losses.get("validation, bits per byte"):
@@ -172,5 +168,5 @@ def last_words(config: TrainConfig, last_saved: Path | None, progress: Progress)
         commands["  then"] = ("train_gpt2.py", f"--minutes 20 {mine} --log-dir log/mine")
         commands["GPT-2 itself:"] = ("plan.py", "(hours and dollars on GPUs)")
     for name, (script, rest) in commands.items():
-        lines[name] = f"{python} {beside_script(script)} {rest}"
+        lines[name] = f"{command_for(script)} {rest}"
     return "\n".join(["", *(f"{name:16}{line}" for name, line in lines.items())])

@@ -182,7 +182,8 @@ def find_local(source: str, column: str) -> Iterator[File]:
         kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
         if kind not in READERS:
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
-            globs = [os.path.join(path, folders, end) for end in ends for folders in ("", "**")]
+            inside = glob.escape(path)
+            globs = [os.path.join(inside, folders, end) for end in ends for folders in ("", "**")]
             matching = [shlex.quote(g) for g in globs if glob.glob(g, recursive="**" in g)]
             hint = "name other files, or copies that end in .txt"
             if matching:

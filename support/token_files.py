@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.common import UserError, beside_script, reading, write_whole
+from support.common import UserError, command_for, reading, write_whole
 
 HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, zeros
 GPT2_MAGIC = 20240520
@@ -106,7 +106,7 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
     if (data_dir / "meta.pkl").exists() and paths[0].suffix == ".bin":
         raise UserError(
             f"{data_dir}: by its meta.pkl, nanoGPT made these tokens of characters; make a "
-            f"vocabulary and tokens with python {beside_script('fineweb.py')} --source "
+            f"vocabulary and tokens with {command_for('fineweb.py')} --source "
             f"{shlex.quote(str(data_dir / 'input.txt'))} --vocab-size auto --data-dir data/mine"
         )
     return [Shard(path) for path in paths]

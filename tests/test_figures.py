@@ -67,8 +67,11 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     val = of_type(read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl"), "val")[-1]
     edited = [ROOT / f"{name}.py" for name in EDITED]
     everything = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("benchmarks/*.py")]
+    against = arms[1]["against"]
+    low, high = min(against["tokens"]), max(against["tokens"])
     quotes = [
-        "ends {mean:.2f} ± {half:.2f} nats per token higher".format(**arms[1]["against"]),
+        f"ends {-against['mean']:.2f} ± {against['half']:.2f} nats per token lower",
+        f"after {low:.0%} to {high:.0%} of the tokens",
         f"= {val['nats_per_character']:.3f} nats per character",
         f"five files of {count_lines(edited):,} lines; training loads {count_lines(loaded()):,}.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
@@ -80,20 +83,11 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     assert not [quote for quote in quotes if quote not in text]
 
 
-def test_the_readme_quotes_the_races_and_the_page_has_their_tables():
+def test_the_page_of_benchmarks_has_the_tables_of_the_races_that_the_readme_shows():
     shakespeare, library = (
         minutes.summarize(read_json(name)) for name in ("minutes.json", "minutes-stdlib.json")
     )
-    passed = {row["name"]: f"{row['passed']:.0f}" for row in shakespeare}
-    ours, hf, theirs, alone = (f"{row['bits']:.2f}" for row in library)
-    quotes = [
-        f"(characters, not compiled) after {passed['nanoGPT, its README']} seconds, of nanoGPT "
-        f"with our sizes and tokens (compiled) after {passed['nanoGPT, our tokens']}, and of "
-        f"`transformers` after {passed['transformers, our tokens']}.",
-        f"end in the same order, at {ours}, {hf}, {theirs} and {alone} bits per byte",
-    ]
-    text = " ".join(README.split())
-    assert not [quote for quote in quotes if quote not in text]
+    assert shakespeare[0]["name"] == minutes.OURS, "README says who is ahead"
     assert [row["name"] for row in library] == [row["name"] for row in shakespeare]
     for table in (shakespeare, library):
         assert format_table(table, minutes.COLUMNS) in PAGE
@@ -148,7 +142,7 @@ def anchor_of(heading: str) -> str:
 
 
 def test_pages_are_short():
-    assert len(README.splitlines()) <= 190 and len(README.split()) <= 1900
+    assert len(README.splitlines()) <= 190 and len(README.split()) <= 1700
     for page in DOCS:
         most = 230 if page == "docs/change-the-model.md" else 120
         assert len((ROOT / page).read_text().splitlines()) <= most, page

@@ -15,7 +15,7 @@ from torch import nn
 import bench
 from benchmarks import minutes, peers
 from benchmarks.minutes import MinutesConfig
-from config import parse_command_line
+from config import choose_recipe, parse_command_line
 from evaluate import validate
 from model import DataLoaderLite
 from support.common import UserError
@@ -187,11 +187,47 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean
     assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
+    shards, monkeypatch, tmp_path
+):
+    asked = []
+
+    def run(train, updates, rate, seed, scores):
+        """5 s of compilation, then 0.5 s an update."""
+        if train.func is peers.train_here:
+            asked.append((parse_command_line(train.args[0]), updates, rate))
+        steps = range(updates // scores, updates + 1, updates // scores)
+        return [(step, 5 + step / 2, 3 - rate - step / updates) for step in steps]
+
+    monkeypatch.setattr(minutes, "in_new_process", run)
+    flags = ["--data-dir", str(shards), "--minutes", "1", "--seeds", "1", "--out"]
+    race = [*flags, str(tmp_path / "budget-1"), "--recipe=--minutes 1"]
+    minutes.main(race)
+    record = tmp_path / "budget-1.json"
+    result = json.loads(record.read_text())
+    chosen, updates, rate = asked[-1]
+    assert updates == 96 == chosen.max_steps, "110 fit, of which 96 are a multiple of 16"
+    assert chosen.learning_rate == rate == choose_recipe(96, 1.0, chosen.n_embd)["learning_rate"]
+    sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
+    assert len({tuple(getattr(c, name) for name in sizes) for c, *_ in asked}) == 1
+    assert [run["seed"] for run in result["runs"]] == [1337] * 4, "ours, and three rates"
+    monkeypatch.setattr(minutes, "fit_sizes", None)
+    minutes.main(race)
+    assert json.loads(record.read_text()) == result and len(asked) == minutes.TURNS + 1
+    later = json.loads(record.read_text())
+    later["config"]["minutes"] = 3
+    [axis] = minutes.plot_budgets([later, result]).axes
+    assert [line.get_xdata().tolist() for line in axis.lines if len(line.get_xdata()) == 2][:2] == (
+        [[1, 3]] * 2
+    )
+
+
 def test_without_a_clone_its_sides_are_left_out_and_a_wrong_one_is_a_sentence(
     shards, tmp_path, capsys
 ):
     config = MinutesConfig(data_dir=str(shards))
-    assert [*minutes.find_sides(config, tmp_path)] == [minutes.OURS, minutes.HF]
+    flags = minutes.choose_flags(config)
+    assert [*minutes.find_sides(config, flags, tmp_path)] == [minutes.OURS, minutes.HF]
     assert "nanoGPT is left out" in capsys.readouterr().out
     for main, flag in ((minutes.main, "--data-dir"), (bench.main, "--against")):
         value = str(shards) if flag == "--data-dir" else "nanogpt"

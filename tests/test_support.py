@@ -13,12 +13,13 @@ from pathlib import Path
 
 import pytest
 import same_bits
+import torch
 from conftest import ROOT, run_program, torchrun_variables
 
 import train_gpt2
-from support.common import UserError, reading, run_script, write_whole
+from support.common import UserError, command_for, reading, run_script, write_whole
 from support.device import GPUS, fall_back_to_cpu
-from support.distributed import start_world
+from support.distributed import World, start_world
 
 # -- files
 
@@ -151,6 +152,18 @@ def test_what_starts_fast_does_not_import_torch(name):
     code = f"import {name}, sys; assert 'torch' not in sys.modules"
     done = run_program([sys.executable, "-c", code])
     assert done.returncode == 0, done.stderr
+
+
+def test_commands_name_the_python_of_an_environment_in_this_directory(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my env" / "bin" / "python"))
+    monkeypatch.setattr(sys, "argv", ["scripts/train_gpt2.py"])
+    monkeypatch.chdir(tmp_path)
+    assert command_for("sample.py") == "'my env/bin/python' scripts/sample.py"
+    two = World(torch.device("cpu"), size=2, local_size=2)
+    assert two.launcher == "'my env/bin/torchrun' --standalone --nproc_per_node=2"
+    monkeypatch.chdir(tmp_path / "..")
+    monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+    assert command_for("sample.py") == "python scripts/sample.py"
 
 
 def test_same_bits_names_each_run_before_it_starts(monkeypatch, capsys):

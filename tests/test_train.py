@@ -776,6 +776,7 @@ def test_a_cache_that_cannot_be_made_and_cores_that_are_not_ours(monkeypatch, tm
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
     for batch_size, checkpointing, advice in [
         (8, False, "--batch-size 4"),
+        (15, False, "--batch-size 5"),
         (1, False, "--activation-checkpointing"),
         (1, True, "--sharding fsdp"),
         (0, False, "another program"),

@@ -32,20 +32,21 @@ GPUS = {
 
 def install(gpu: Gpu, folder: Path) -> None:
     """Makes this process believe that it has this GPU. folder: for the shim."""
-    load_shim(folder / "cuda_shim.so")
+    shim = load_shim(folder / "cuda_shim.so")
+    shim.prefer_cudnn(gpu.capability in ((9, 0), (10, 0)))
     answer_torch(gpu)
     answer_inductor()
     answer_triton(gpu)
 
 
-def load_shim(library: Path) -> None:
+def load_shim(library: Path) -> ctypes.CDLL:
     if not library.exists():
         root = Path(importlib.util.find_spec("torch").origin).parent
         command = ["g++", "-std=c++20", "-fPIC", "-shared", "-o", library]
         command += [Path(__file__).with_name("cuda_shim.cpp"), f"-I{root}/include"]
         command += [f"-L{root}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{root}/lib"]
         subprocess.run(command, check=True)
-    ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
 
 
 def always(value: Any) -> Any:
@@ -83,6 +84,7 @@ def answer_torch(gpu: Gpu) -> None:
     answer(cuda, properties, "get_device_properties")
     answer(cuda, gpu.capability, "get_device_capability")
     answer(cuda, gpu.name, "get_device_name")
+    answer(cuda, [f"sm_{major}{minor}"], "get_arch_list")
     answer(cuda, torch.zeros(16, dtype=torch.uint8), "get_rng_state")
     answer(torch._C, 0, "_cuda_getCurrentRawStream")
     torch.version.cuda = "13.0"

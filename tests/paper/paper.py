@@ -24,6 +24,7 @@ CONFIGURATIONS = {
     "Muon": "--batch-size 64 --preset gpt2-muon",
     "checkpointing": "--batch-size 64 --activation-checkpointing",
     "XL": "--batch-size 8 --preset gpt2-xl",
+    "deterministic": "--batch-size 64 --deterministic",
 }
 
 

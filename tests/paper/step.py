@@ -5,6 +5,7 @@ for the GPU. A dispatch mode sees each operation, and a stand-in each launch of 
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -246,7 +247,9 @@ def make_row(gpu: Gpu, launches: list, seen: list, tokens: int, peak: str) -> di
     flops = sum(flops for *_, flops in launches)
     # each launch runs at full bandwidth or at full speed, whichever takes longer
     seconds = sum(max(size / gpu.bandwidth, flops / gpu.flops) for _, size, flops in launches)
+    attention = (re.match(r"_scaled_dot_product_(\w+?)_attention", name) for name, *_ in launches)
     return {
+        "attention": ", ".join(sorted({found[1] for found in attention if found})),
         "kernels": f"{len({name for name, *_ in seen} & SOURCES.keys())}",
         "launches": f"{len(launches):,}",
         "GB moved": f"{moved / 1e9:.1f}",
