@@ -73,10 +73,11 @@ def test_the_readme_quotes_the_comparison_and_sizes():
         f"ends {-against['mean']:.2f} ± {against['half']:.2f} nats per token lower",
         f"after {low:.0%} to {high:.0%} of the tokens",
         f"= {val['nats_per_character']:.3f} nats per character",
-        f"five files of {count_lines(edited):,} lines; training loads {count_lines(loaded()):,}.",
+        f"five files, {count_lines(edited):,} lines together; training loads "
+        f"{count_lines(loaded()):,}.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
         f"{speedup('against'):.2f} times as fast as that of `transformers`",
-        f"| {count_lines(everything):,}, of which one edits {count_lines(edited):,} "
+        f"| {count_lines(everything):,}; you edit {count_lines(edited):,} of them "
         f"(tests: {count_lines(ROOT.glob('tests/*.py')):,}) |",
     ]
     text = " ".join(README.split())
