@@ -159,7 +159,9 @@ def pick_dtype(
     if device.type == "cpu":
         ratio = bfloat16_speed()
         slow = anywhere(ratio <= 1.5)
-        reason = f"bfloat16 matmuls run at {ratio:.2g} × float32's speed here"
+        reason = f"bfloat16 matmuls run at {ratio:.1f} × float32's speed here"
+        if not ratio:
+            reason = "this CPU has no bfloat16 units"
         return torch.float32 if slow else torch.bfloat16, reason
     return torch.bfloat16, f"{device.type} supports it"
 
