@@ -471,10 +471,9 @@ def plot_comparison(result: dict[str, Any]) -> Any:
             rows = [name] * len(arm["runs"])
             differences.plot(against["differences"], rows, "|", color=color, ms=9)
             differences.errorbar(against["mean"], name, xerr=against["half"], fmt="o", color=color)
-    in_units = "nats" if measure == "validation loss" else measure
-    title = describe_best(found, names[0], in_units) if found else ""
-    unit = " (nats per token)" if measure == "validation loss" else ""
-    losses.set(ylabel=f"{measure}{unit}", title=title)
+    unit = "nats" if measure == "validation loss" else measure
+    title = describe_best(found, names[0], unit) if found else ""
+    losses.set(ylabel=f"{measure} (nats per token)" if unit == "nats" else measure, title=title)
     text = name_text(result["about"].get("config", {}), "the text")  # old records have none
     size = "{n_layer} × {n_embd}".format(**result["base"] | result["about"].get("model", {}))
     label_x(losses, f"millions of tokens of {text}, {size}\n(mean and range of the seeds)")
@@ -490,10 +489,12 @@ def plot_comparison(result: dict[str, Any]) -> Any:
 def name_arms(arms: list[dict]) -> list[str]:
     """Optimizer and learning rate, if the recipes differ in nothing else; else the arms' names."""
     recipes = [arm.get("recipe", {}) | arm.get("tuned", {}) for arm in arms]
+    embeddings = {r.pop("embedding_lr", 1) for r in recipes if r.get("optimizer") == "muon"}
     for recipe in recipes:
-        recipe.pop("embedding_lr", 0)  # AdamW has none
+        recipe.pop("embedding_lr", 1)  # without effect on AdamW
     pairs = [(r.pop("optimizer", ""), r.pop("learning_rate", 0)) for r in recipes]
-    if recipes.count(recipes[0]) < len(arms) or len(set(pairs)) < len(arms):
+    alike = recipes.count(recipes[0]) == len(arms) and len(embeddings) <= 1
+    if not alike or len(set(pairs)) < len(arms):
         return [arm["name"] for arm in arms]
     shown = dict(adamw="AdamW", muon="Muon")
     return [

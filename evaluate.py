@@ -109,7 +109,7 @@ def build_evaluations(
     val_loader = None
     if config.val_every:
         val_loader = DataLoaderLite(config.data_dir, "val", B, config.sequence_length)
-        if config.val_tokens > val_loader.num_sequences * val_loader.T:
+        if config.val_tokens > val_loader.epoch_tokens:
             world.say("val: the split is smaller than val_tokens, so all of it is used")
     examples = None
     if config.hellaswag_every:

@@ -44,6 +44,7 @@ from support.common import (
 )
 from support.decontaminate import Benchmark, cut_out
 from support.sources import (
+    FIRST_ANSWER,
     File,
     Place,
     Text,
@@ -296,7 +297,6 @@ def verify_shards(folder: Path) -> str:
 # -- one start of the command
 
 READY = re.compile(r"(.*[/_])?(train|val)(_\d+)?\.bin")  # the files that tokens:OWNER/NAME takes
-GPT2_EOT = 50256  # the last token of GPT-2's vocabulary
 
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
 # not in older manifests, nor in those of GPT-2's tokens
@@ -320,21 +320,9 @@ def make_shards(config: Config, folder: Path) -> str:
                 return f"{folder} is complete, with {manifest['tokens']:,} tokens: nothing to do"
             try:
                 if config.source[0].startswith("tokens:"):
-                    tokenizer = read_tokenizer("gpt2")
-                    fetch_shards(config.source[0], folder, manifest)
-                    where = "the dataset's own"
+                    tokenizer, where = fetch_shards(config.source[0], folder, manifest)
                 else:
-                    files = find_sources(options, manifest["sources"])
-                    if (given or config.vocab_size) and not files[0].held_out:
-                        most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
-                        manifest["split"] = manifest.get("split") or find_split(files, most)
-                        files = split(files, manifest["split"])
-                    benchmark = None
-                    if config.decontaminate:
-                        benchmark = load_benchmark(config.hellaswag_path)
-                    tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
-                    write_shards(config, folder, manifest, files, tokenizer, benchmark)
-                    where = describe_held_out(files[0])
+                    tokenizer, where = shard_text(config, folder, manifest, given)
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     (folder / ".lock").unlink()
@@ -354,6 +342,21 @@ def make_shards(config: Config, folder: Path) -> str:
     )
 
 
+def shard_text(
+    config: Config, folder: Path, manifest: dict, given: Tokenizer | None
+) -> tuple[Tokenizer, str]:
+    """Fills the folder from text -> its vocabulary, and which part of it is for validation."""
+    files = find_sources(manifest["options"], manifest["sources"])
+    if (given or config.vocab_size) and not files[0].held_out:
+        most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
+        manifest["split"] = manifest.get("split") or find_split(files, most)
+        files = split(files, manifest["split"])
+    benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
+    tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
+    write_shards(config, folder, manifest, files, tokenizer, benchmark)
+    return tokenizer, describe_held_out(files[0])
+
+
 def describe_held_out(file: File) -> str:
     """Which part of the text is for validation. file: the first one."""
     where = file.held_out or "its beginning"
@@ -362,18 +365,21 @@ def describe_held_out(file: File) -> str:
     return where
 
 
-def fetch_shards(source: str, folder: Path, manifest: dict) -> None:
+def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, str]:
     """Downloads ready shards of GPT-2's tokens: a dataset of llm.c's .bin files on the hub.
 
     It ends with the first one behind max_tokens. A shard that is in the manifest has been checked.
     """
     from huggingface_hub import HfApi, hf_hub_download
 
+    tokenizer = read_tokenizer("gpt2")
     options = manifest["options"]
     repository = source.removeprefix("tokens:")
     with reading(source):
         commit = manifest["sources"].get(source) or options["revision"] or None
-        info = HfApi().dataset_info(repository, revision=commit, files_metadata=True)
+        info = HfApi().dataset_info(
+            repository, revision=commit, timeout=FIRST_ANSWER, files_metadata=True
+        )
     files = {file.rfilename: file for file in info.siblings or []}
     splits = {name: match[2] for name in files if (match := READY.fullmatch(name))}
     if {*splits.values()} != {"train", "val"}:
@@ -391,19 +397,21 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> None:
                 repository, name, repo_type="dataset", revision=info.sha, local_dir=folder
             )
         lfs = files[name].lfs
-        num_tokens, documents, sha256 = check_ready(folder / name, lfs.sha256 if lfs else None)
+        announced = lfs.sha256 if lfs else None
+        num_tokens, documents, sha256 = check_ready(folder / name, tokenizer.eot, announced)
         shards.append({"name": name, "split": splits[name], "tokens": num_tokens, "sha256": sha256})
         manifest["tokens"] += num_tokens
         manifest["counts"]["documents"] += documents
         write_manifest(folder, manifest)
     manifest["cursor"] = None
     write_manifest(folder, manifest)
+    return tokenizer, "the dataset's own"
 
 
-def check_ready(path: Path, announced: str | None) -> tuple[int, int, str]:
+def check_ready(path: Path, eot: int, announced: str | None) -> tuple[int, int, str]:
     """Its tokens, documents and SHA-256. Raises UserError if it is damaged, or not GPT-2's tokens.
 
-    announced: the SHA-256 that the hub has of it, if any.
+    eot: the token before each document, GPT-2's last. announced: the SHA-256 on the hub, if any.
     """
     sha256 = hash_file(path)
     if announced not in (sha256, None):
@@ -412,9 +420,9 @@ def check_ready(path: Path, announced: str | None) -> tuple[int, int, str]:
     shard = Shard(path)
     documents = 0
     for tokens in shard.read_all():
-        if not shard.offset or tokens.max() > GPT2_EOT:
+        if not shard.offset or tokens.max() > eot:
             raise UserError(f"{path} has no GPT-2 tokens in llm.c's format: name another dataset")
-        documents += int((tokens == GPT2_EOT).sum())
+        documents += int((tokens == eot).sum())
     return shard.num_tokens, documents, sha256
 
 
@@ -551,8 +559,8 @@ def check_flags(config: Config) -> None:
     other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
     if config.source[0].startswith("tokens:"):
         fitting = ("source", "max_tokens", "revision", *OTHER_FLAGS)
-        typed = [f.name for f in fields(config) if getattr(config, f.name) != f.default]
-        if other := [name for name in typed if name not in fitting] or config.source[1:]:
+        given = (f.name for f in fields(config) if getattr(config, f.name) != f.default)
+        if other := [name for name in given if name not in fitting] or config.source[1:]:
             raise UsageError(
                 f"--source {config.source[0]} has tokens already: leave out {', '.join(other)}"
             )

@@ -258,7 +258,7 @@ def plot_minutes(result: dict) -> Any:
         best.setdefault(row["name"].partition(",")[0], row["bits"])
     shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
     axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
-    text = plots.TEXTS.get(data, data)
+    text = plots.name_text(result["config"], "text")
     axis.set_ylabel(f"bits per byte of held-out {text}\n(its compressed size; plain text has 8)")
     plots.label_x(axis, "minutes of training (updates × the time of one)")
     plots.label_lines(axis)
@@ -280,9 +280,10 @@ def plot_budgets(races: list[dict]) -> Any:
         minutes, bits, *error = np.array(found).T
         axis.errorbar(minutes, bits, error, marker="o", ms=4, color=color, clip_on=False)
         axis.lines[-1].set_label(f"{name} {bits[-1]:.3f}")
-    data = Path(races[0]["config"]["data_dir"]).name
-    axis.set(xscale="log", ylabel=f"bits per byte of held-out {plots.TEXTS.get(data, data)}")
-    axis.set_xticks(*[[*dict.fromkeys(end[0] for end in next(iter(ends.values())))]] * 2)
+    text = plots.name_text(races[0]["config"], "text")
+    axis.set(xscale="log", ylabel=f"bits per byte of held-out {text}")
+    budgets = sorted({race["config"]["minutes"] for race in races})
+    axis.set_xticks(budgets, [f"{minutes:g}" for minutes in budgets])
     axis.set_xlabel("minutes of training, each run with a schedule of its own")
     axis.set_title("Who ends lower?")
     plots.label_lines(axis)

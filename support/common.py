@@ -189,7 +189,7 @@ def out_of_range(config: Any) -> list[str]:
 
 
 def read_flags(config_class: type, args: list[str], default: Any = None, about: str = "") -> Any:
-    """The command line as a dataclass. --help has a box for each one that it inherits from."""
+    """The command line as a dataclass. Where bases have all its fields, each is a box of --help."""
     import tyro
 
     default = default or config_class()

@@ -201,8 +201,8 @@ def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:
         )
     advice = "--sharding fsdp, on several GPUs"
     if batch_size > 1:
-        divisors = [B for B in range(1, batch_size) if batch_size % B == 0]
-        advice = f"--batch-size {divisors[-1]}"  # it divides an update, too
+        smaller = max(B for B in range(1, batch_size) if batch_size % B == 0)
+        advice = f"--batch-size {smaller}"  # it divides an update, too
     elif not config.activation_checkpointing:
         advice = "--activation-checkpointing"
     problem = f"out of GPU memory with a micro-batch of {batch_size}"

@@ -195,12 +195,11 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
 
 def mark_steps(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:
     """Marks on the curve where a run was resumed, and below it where each epoch begins."""
-    starts = starts_of(run.records)
     notes = []
-    if resumes := [record["step"] for record in starts[1:]]:
+    if resumes := [record["step"] for record in starts_of(run.records)[1:]]:
         axis.plot(resumes, np.interp(resumes, steps, mean), "x", color=GREY, ms=7, mew=1.6)
         notes.append("×: interrupted, then resumed")
-    tokens = starts[0].get("epoch_tokens", 0) if starts else 0
+    tokens = next((r["epoch_tokens"] for r in run.records if "epoch_tokens" in r), 0)
     epoch = tokens / run.config.get("total_batch_size", 1)
     if 0 < epoch < steps[-1] <= 40 * epoch:  # more could not be told apart
         at = np.arange(epoch, steps[-1], epoch)
@@ -289,7 +288,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
         for line in samples[k][0].splitlines():  # as it was generated
             lines += textwrap.wrap(line, 42, drop_whitespace=False) or [""]
-        text = "\n".join(lines[:9])
+        text = "\n".join(lines[:8])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
