@@ -18,6 +18,7 @@ from warm import two_ranks
 
 from config import GPT2_SIZES, choose_sizes, parse_command_line, wrong_sizes
 from support import minutes
+from support.common import as_typed
 from support.distributed import World
 from support.tokenizer import FILE, train_vocabulary
 
@@ -105,7 +106,7 @@ def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path):
     [run] = read_records(tmp_path / "log", "run")
     assert (run["config"]["learning_rate"], run["config"]["val_every"]) == (0.003, 60)
     assert len(losses(tmp_path / "log")) == run["config"]["max_steps"]
-    assert "again: torchrun --standalone --nproc_per_node=2 /" in done.stdout
+    assert f"again: {as_typed('torchrun')} --standalone --nproc_per_node=2 /" in done.stdout
 
 
 @pytest.mark.parametrize("typed, update", [("", 0.1), ("", 2.0), ("--val-every 20", 0.5)])
@@ -126,7 +127,7 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
     done = start(text, tmp_path / "log", *long, expect=1)
     assert "256" in done.stderr and "Traceback" not in done.stderr
     done = start(tmp_path / "none", tmp_path / "log", expect=2)
-    assert "does not exist: make it with python" in done.stderr
+    assert f"does not exist: make it with {as_typed('python')} " in done.stderr
 
 
 def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():

@@ -50,7 +50,7 @@ from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
 from support import checkpoint, device, divergence, plots
 from support.checkpoint import Progress
-from support.common import UsageError, UserError
+from support.common import UsageError, UserError, as_typed
 from support.compile import why_not_compile
 from support.device import bfloat16_speed, emulates_bfloat16, free_memory, pick_dtype
 from support.distributed import Interrupted, Stop, World, start_world
@@ -858,8 +858,10 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_says_where(shards, tmp_pa
     assert "Traceback" not in printed
     assert read_records(tmp_path / "log")[-1]["type"] == "diverged"
     before = contents(tmp_path)
-    [rerun] = re.findall(r"find the operation: python (.*? --find-nan)$", printed, re.MULTILINE)
-    found = run_program([sys.executable, *shlex.split(rerun)])
+    [rerun] = re.findall(r"find the operation: (.*? --find-nan)$", printed, re.MULTILINE)
+    python, *rerun = shlex.split(rerun)
+    assert python == as_typed("python")
+    found = run_program([sys.executable, *rerun])
     assert found.returncode == 1
     assert "the first output that is not finite is that of transformer.h.0" in found.stderr
     assert contents(tmp_path) == before, "it writes nothing"
@@ -966,7 +968,8 @@ def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
     assert parse_command_line(args).resume == "auto"
 
 
-def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch):
+def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)  # this Python is not below it
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     for size, local, launcher in [
         (1, 1, "python train_gpt2.py"),
