@@ -970,6 +970,7 @@ def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
 
 def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # this Python is not below it
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py"])
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     for size, local, launcher in [
         (1, 1, "python train_gpt2.py"),
