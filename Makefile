@@ -63,6 +63,7 @@ GPU_PARTS := gpu-tests gpu-run gpu-climb gpu-speed gpu-large
 $(GPU_PARTS): SHELL := bash
 $(GPU_PARTS): export PART = $@
 $(GPU_PARTS): export PY := $(if $(wildcard $(PY)),$(PY),$(PYTHON))
+gpu-tests: $(if $(wildcard .venv/bin/python),.venv/requirements-dev)
 gpu-run gpu-large: TRAIN = $(PY) train_gpt2.py --data-dir data/stdlib --val-every 0 --hellaswag-every 0 --sample-every 0 --total-batch-size 65536
 gpu-run gpu-large: SMALL := $(if $(CPU),--device cpu --no-compile --n-layer 2 --n-head 2 --n-embd 64 --sequence-length 32 --total-batch-size 256 --val-tokens 2048 --num-samples 1)
 gpu-run: SCORE := $(if $(HELLASWAG),--hellaswag-every 10 --hellaswag-limit $(if $(CPU),20,1000) --hellaswag-path "$(HELLASWAG)")

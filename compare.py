@@ -243,7 +243,9 @@ def train(arm: Arm, changes: dict, directory: Path, measure: str) -> dict:
     outcome = read_outcome(directory, measure)
     if outcome is None:
         output = (directory / "output.txt").read_text(errors="replace").strip()
-        raise UserError(f"{directory}: {(output or 'ended early').splitlines()[-1]}")
+        last = (output or "ended early").splitlines()[-1]
+        own = "compare.py sets --log-dir and --resume; to begin this run again, delete its folder"
+        raise UserError(f"{directory}: {last}\n({own})")
     return outcome
 
 
@@ -377,7 +379,7 @@ def show_interval(mean: float, half: float) -> str:
 PAGE = """\
 `{command}`
 
-The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens. \
+The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tokens of {text}. \
 {device[name]}, revision {git}, {dtype}.
 
 | arm | {measure} | against base | tokens | minutes |
@@ -387,9 +389,10 @@ The base: {n_layer} × {n_embd}, {max_steps:,} steps of {total_batch_size:,} tok
 {verdicts}
 
 {Measure}: mean and standard deviation of the seeds. Against base: the mean difference of two
-runs with the same seed, and its 95% interval (paired t, for each arm alone). Tokens, minutes: what
-the base needs; then, for each seed, the fraction of it at which an arm reaches the base's final
-loss. The minutes include evaluations and compilation.
+runs with the same seed, and its 95% interval (paired t, not corrected for the number of arms).
+Tokens, minutes: in the base's row, what its run took; in an arm's, for each seed, the fraction of
+that after which the arm had reached the base's final loss. The minutes include evaluations and
+compilation.
 """
 
 
@@ -406,7 +409,8 @@ def format_page(result: dict) -> str:
         seeds = len(arms[0]["runs"])
         verdicts.append(f"- {seeds} seeds may miss a difference of less than {max(halves):.2g}.")
     measure = result.get("measure", "validation loss")  # old records have no other
-    facts = dict(measure=measure, Measure=measure.capitalize())
+    text = name_text(result["about"].get("config", {}), "the text")  # not in old records
+    facts = dict(measure=measure, Measure=measure.capitalize(), text=text)
     facts |= dict(rows="\n".join(rows), verdicts="\n".join(verdicts), command=result["command"])
     sizes = result["about"].get("model", {})  # --init-from has its own
     page = PAGE.format(**result["base"] | result["about"] | sizes | facts)
@@ -474,7 +478,7 @@ def plot_comparison(result: dict[str, Any]) -> Any:
     unit = "nats" if measure == "validation loss" else measure
     title = describe_best(found, names[0], unit) if found else ""
     losses.set(ylabel=f"{measure} (nats per token)" if unit == "nats" else measure, title=title)
-    text = name_text(result["about"].get("config", {}), "the text")  # old records have none
+    text = name_text(result["about"].get("config", {}), "the text")
     size = "{n_layer} × {n_embd}".format(**result["base"] | result["about"].get("model", {}))
     label_x(losses, f"millions of tokens of {text}, {size}\n(mean and range of the seeds)")
     label_lines(losses)

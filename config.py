@@ -43,7 +43,8 @@ class Start:
     data_dir: str = "edu_fineweb10B"  # directory of token shards, made by fineweb.py
     log_dir: str = "log"  # where logs, plot and checkpoints go
     init_from: str = "scratch"  # scratch | a GPT-2 on the Hugging Face hub | a checkpoint | FILE.pt
-    resume: str = "none"  # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint
+    # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint | another log_dir
+    resume: str = "none"
     overwrite: bool = False  # start over in a log_dir that holds a run, and delete its checkpoints
 
 
@@ -410,8 +411,8 @@ def wrong_places(c: TrainConfig) -> list[str]:
     problems = []
     log_dir = Path(c.log_dir).resolve()
     resumes = c.resume == "auto"
-    if c.resume != "none" and Path(c.resume).resolve().parent == log_dir:
-        resumes = True
+    if c.resume != "none":  # a checkpoint of log_dir, or log_dir itself
+        resumes |= log_dir in (Path(c.resume).resolve(), Path(c.resume).resolve().parent)
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan

@@ -56,7 +56,7 @@ from support.sources import (
     read_for_vocabulary,
     split,
 )
-from support.token_files import PUT_BACK, Shard, write_shard
+from support.token_files import PUT_BACK, Shard, find_shards, write_shard
 from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
 
@@ -291,6 +291,7 @@ def verify_shards(folder: Path) -> str:
     present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
     if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
         raise UserError(f"{folder}: missing or damaged: {damaged}; {PUT_BACK}")
+    find_shards(folder, "train")  # raises UserError if they are not all
     return f"{folder}: all {len(recorded)} shards are as they were written"
 
 

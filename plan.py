@@ -145,16 +145,16 @@ def model_on_meta(config: PlanConfig) -> GPT:
 
 def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     """The settings that --minutes would choose at the planned speed, with no time for start-up."""
-    from support.minutes import AIM
+    from support.minutes import AIM, divide_time
 
+    seconds = 60 * AIM * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    config = config.sized_for(60 * AIM * config.minutes * per_second, vocab_size, config.gpus)
+    config = config.sized_for(seconds * per_second, vocab_size, config.gpus)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
-    steps = max(1, int(60 * AIM * config.minutes * rate / config.total_batch_size))
-    every = math.ceil(steps / 10)
+    steps, every = divide_time(config, seconds, config.total_batch_size / rate, evaluation=0)
     config = config.with_chosen(dict(val_every=every, sample_every=every))
-    return config.scheduled_for(steps, epochs=1)
+    return config.scheduled_for(max(1, steps), epochs=1)
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import math
 import os
 import shlex
 import shutil
@@ -107,11 +108,18 @@ def counted(n: int, noun: str, ending: str = "s") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
 
 
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds it gets, of how many
+
+
 def usable_cores() -> int:
     """The cores that this process may use: a container or a cluster may not give it all."""
+    cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such file; "max"
+        time, period = map(int, CPU_LIMIT.read_text().split())
+        cores = min(cores, math.ceil(time / period))
+    return cores
 
 
 def as_typed(program: str) -> str:

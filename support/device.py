@@ -22,6 +22,7 @@ from support.common import UserError, counted, usable_cores
 def pick_device(name: str = "auto") -> torch.device:
     """The device of this name; auto is this machine's accelerator (CUDA or MPS), else the CPU."""
     refuse_unusable_cache()
+    keep_to_limit()
     here = torch.accelerator.current_accelerator(check_available=True) or fall_back_to_cpu(name)
     if name not in ("auto", "cpu", here.type):
         raise UserError(f"device {name!r} is not available here: use auto, which is {here.type}")
@@ -39,6 +40,12 @@ def refuse_unusable_cache() -> None:
             f"PyTorch has no directory for its cache ({error}): set TORCHINDUCTOR_CACHE_DIR, and "
             "TMPDIR for temporary files, to directories that can be written"
         ) from None
+
+
+def keep_to_limit() -> None:
+    """Takes no more threads than a container may use: PyTorch counts the machine's cores."""
+    if "OMP_NUM_THREADS" not in os.environ and usable_cores() < torch.get_num_threads():
+        torch.set_num_threads(usable_cores())
 
 
 def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:

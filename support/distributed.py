@@ -193,8 +193,9 @@ class Stop:
     """Ends a run on all processes at the same point, by Interrupted, or has all save a checkpoint.
 
     `start_vote` begins to add up what the processes want, and `read_vote` waits for the sums; GPUs
-    compute in between. `vote` does both. After `listen`, SIGTERM and SIGINT ask for an end. A
-    second SIGINT ends at once; a second SIGTERM does not: SLURM sends one and torchrun another.
+    compute in between. `vote` does both. After `listen`, SIGTERM, SIGINT and SIGHUP, of a terminal
+    that closes, ask for an end. A second SIGINT ends at once; a second SIGTERM does not: SLURM
+    sends one and torchrun another.
     """
 
     def __init__(self, world: World):
@@ -207,8 +208,11 @@ class Stop:
         self.sum: Any = None
 
     def listen(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.remember)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            # what `nohup` ignores stays ignored; but torchrun ends by it, and passes it on
+            by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            if by_torchrun or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.remember)
 
     def remember(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted and number == signal.SIGINT:

@@ -83,7 +83,7 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     """
     if not config.minutes or config.resume == "none":
         return config
-    folder = config.log_dir if config.resume == "auto" else Path(config.resume).parent
+    folder = config.log_dir if config.resume == "auto" else candidates_for(config)[0].parent
     starts = world.broadcast(starts_of(records_of(folder)))
     if not starts:
         return config
@@ -137,8 +137,8 @@ def find_start(
 def candidates_for(config: TrainConfig) -> list[Path]:
     """The checkpoints that --resume means, the preferred one first.
 
-    auto means those of log_dir, from the newest on. If there is none yet, it means the checkpoint
-    from elsewhere that the run in log_dir began with.
+    auto means those of log_dir, and another log_dir its own, from the newest on. If there is none
+    yet, auto means the checkpoint from elsewhere that the run in log_dir began with.
     """
     if config.resume == "auto":
         if own := checkpoint.checkpoints(config.log_dir)[::-1]:
@@ -146,9 +146,11 @@ def candidates_for(config: TrainConfig) -> list[Path]:
         starts = starts_of(records_of(config.log_dir))
         elsewhere = starts[-1].get("resumed_from") if starts else None
         return [Path(elsewhere)] if elsewhere else []
-    path = Path(config.resume).resolve()
-    is_below = path.parent == Path(config.log_dir).resolve()  # the run's own, however it was typed
-    return [Path(config.log_dir, path.name) if is_below else Path(config.resume)]
+    path = Path(config.resume)
+    here = Path(config.log_dir).resolve()
+    if here in (path.resolve(), path.resolve().parent):  # the run's own, however it was typed
+        path = Path(config.log_dir, path.resolve().relative_to(here))
+    return checkpoint.checkpoints(path)[::-1] or [path]
 
 
 def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:

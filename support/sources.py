@@ -59,6 +59,8 @@ BATCH_CHARS = 2**20  # characters that fill a batch
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 
+OTHER_COLUMN = "--column names another, which all files must have"
+
 Text = tuple[str, bool]  # a document or a stretch of a long one; whether the document starts here
 
 
@@ -408,11 +410,9 @@ def take_text(row: Any, column: str, where: str) -> str:
     """The text under `column` of a JSON object; null is an empty document. Raises UserError."""
     if not isinstance(row, dict) or column not in row:
         names = list(row) if isinstance(row, dict) else row
-        raise UserError(f"{where} has no {column!r} but {names!r:.200}; --column names another")
+        raise UserError(f"{where} has no {column!r} but {names!r:.200}; {OTHER_COLUMN}")
     if not isinstance(row[column], str | None):
-        raise UserError(
-            f"{where}: {column!r} is {row[column]!r:.60}, not a text; --column names another"
-        )
+        raise UserError(f"{where}: {column!r} is {row[column]!r:.60}, not a text; {OTHER_COLUMN}")
     return row[column] or ""
 
 
@@ -423,7 +423,7 @@ def read_parquet(path: str, column: str) -> Iterator[Text]:
     # pre-buffering would hold the whole column in memory
     with pq.ParquetFile(path, buffer_size=STRETCH, pre_buffer=False) as parquet:
         if column not in (names := parquet.schema_arrow.names):
-            raise UserError(f"{path} has no column {column!r} but {names}; --column names another")
+            raise UserError(f"{path} has no column {column!r} but {names}; {OTHER_COLUMN}")
         tables = partial(parquet.iter_batches, 100, columns=[column], use_threads=False)
         yield from read_rows(tables, column, path)
 
@@ -435,7 +435,7 @@ def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterato
     for table in tables():
         if is_primitive(kind := table.column(column).type):  # numbers, dates, …
             found = f"{name}: {column!r} is of {kind}"
-            raise UserError(f"{found}, not of text; --column names another")
+            raise UserError(f"{found}, not of text; {OTHER_COLUMN}")
         for text in table.column(column).cast("string").to_pylist():
             yield text or "", True
 

@@ -100,7 +100,8 @@ def call(script: str, *args, stdin: bytes = b"") -> Done:
 def as_a_process(argv: list[str], stdin: bytes):
     """Afterwards, what belongs to a process is as it was before."""
     before = sys.argv, sys.stdin, os.getcwd(), dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     sys.argv = argv
     sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
     try:

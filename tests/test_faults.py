@@ -292,6 +292,17 @@ def test_when_all_checkpoints_are_damaged_nothing_is_touched(corpus, run_dir):
     assert contents(run_dir) == before
 
 
+def test_resume_takes_the_newest_whole_checkpoint_of_another_log_dir(corpus, run_dir, tmp_path):
+    *_, before, newest = checkpoint.checkpoints(run_dir)
+    (newest / "model.safetensors").write_bytes(b"")
+    weights = weights_hash(before)
+    done = train(corpus, tmp_path / "new", *EVERY_TWO, "--max-steps", 5, "--resume", run_dir)
+    assert f"resuming from {before}" in done.stdout, done.stderr
+    assert weights_hash(before) == weights
+    assert train(corpus, run_dir, *EVERY_TWO, "--resume", f"{run_dir}/").returncode == 0
+    assert not checkpoint.damage_of(newest), "its own log_dir is as good as auto"
+
+
 @pytest.mark.parametrize("version", [{}, {"version": 1 + checkpoint.VERSION}])
 def test_a_checkpoint_of_another_version_offers_its_weights(corpus, run_dir, version):
     last = run_dir / "ckpt_000006"

@@ -1113,6 +1113,10 @@ def test_a_finished_folder_is_left_alone_and_verified(tmp_path, here):
     told = sentence(make, folder, source, shard_size=501, max_tokens=7)
     assert "--shard-size was 500, not 501; --max-tokens was 0, not 7 (2 in all);" in told
     assert "are as they were written" in fineweb.verify_shards(folder)
+    manifest = read_manifest(folder)
+    fineweb.write_manifest(folder, manifest | {"cursor": {"file": 0}})
+    assert "is not complete; the same" in sentence(fineweb.verify_shards, folder)
+    fineweb.write_manifest(folder, manifest)
     shard = folder / "x_train_000002.npy"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

@@ -1,14 +1,18 @@
 """Training as a user runs it: one process or two, killed and resumed, and its mistakes."""
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import re
+import select
 import shlex
 import shutil
 import signal
+import subprocess
 import sys
+import termios
 import threading
 import time
 from pathlib import Path
@@ -25,6 +29,7 @@ from conftest import (
     EOT,
     LONGEST,
     command,
+    environment,
     losses,
     random_model,
     read_records,
@@ -48,7 +53,7 @@ import hellaswag
 import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, device, divergence, plots
+from support import checkpoint, common, device, divergence, plots
 from support.checkpoint import Progress
 from support.common import UsageError, UserError, as_typed
 from support.compile import why_not_compile
@@ -449,7 +454,7 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
     flags = "--max-steps 100 --checkpoint-every 25 --keep-checkpoints 9"
     whole = tmp_path / "whole"
     train(corpus, whole, flags)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL):
         cut = tmp_path / number.name
         pid = warm.start("train_gpt2.py", *tiny_run(corpus, cut, flags))
         wait_for_file(cut / "ckpt_000025")
@@ -464,6 +469,36 @@ def test_a_killed_run_resumes_to_the_same_weights(warm, corpus, tmp_path):
         assert ("loss.png" in (cut / "report.md").read_text()) == (not killed)
         assert losses(cut) == losses(whole)
         assert weights_hash(cut / "ckpt_000100") == weights_hash(whole / "ckpt_000100")
+
+
+@pytest.mark.parametrize("nohup", [[], ["nohup"]])
+def test_a_run_whose_terminal_closes_saves_and_goes_on_only_under_nohup(shards, tmp_path, nohup):
+    def take_terminal():
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+    most = 150 if nohup else 100_000
+    args = tiny_run(shards, tmp_path / "log", f"--max-steps {most} --checkpoint-every 50")
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(
+        [*nohup, *command("train_gpt2.py", *args)],
+        cwd=tmp_path,
+        env=environment(),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        preexec_fn=take_terminal,
+    )
+    os.close(theirs)
+    while not (tmp_path / "log" / "ckpt_000050").exists():
+        assert process.poll() is None
+        if not nohup and select.select([ours], [], [], 0.1)[0]:
+            os.read(ours, 2**16)
+    os.close(ours)
+    assert process.wait(LONGEST) == 0
+    last = checkpoint.checkpoints(tmp_path / "log")[-1]
+    assert not checkpoint.damage_of(last)
+    assert (checkpoint.step_of(last) == most) == bool(nohup)
 
 
 FAST_CLOCK = """
@@ -771,6 +806,24 @@ def test_a_cache_that_cannot_be_made_and_cores_that_are_not_ours(monkeypatch, tm
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
     with pytest.raises(UserError, match=r"no directory for its cache .*: set TORCHINDUCTOR"):
         device.claim_device("cpu", 0, 1)
+
+
+@pytest.mark.parametrize("limit, cores", [("max 100000", 8), ("150000 100000", 2), (None, 8)])
+def test_a_containers_limit_counts_as_usable_cores(monkeypatch, tmp_path, limit, cores):
+    file = tmp_path / "cpu.max"
+    if limit:
+        file.write_text(f"{limit}\n")
+    threads = []
+    monkeypatch.setattr(common, "CPU_LIMIT", file)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    device.pick_device("cpu")
+    assert common.usable_cores() == cores and threads == [2] * (cores == 2)
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    device.pick_device("cpu")
+    assert len(threads) == (cores == 2), "what one types is taken"
 
 
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
