@@ -4,6 +4,7 @@ import errno
 import hashlib
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -61,7 +62,8 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as shells do
     except Exception as error:
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the disk of the output
+        full = (errno.ENOSPC, errno.EDQUOT)
+        if isinstance(error, OSError) and error.errno in full:  # the disk of the output
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
@@ -231,6 +233,10 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
 # -- files
 
 
+# where messages of PyTorch and NumPy go on to advise loading the file unsafely, which runs its code
+UNSAFE = re.compile(r"This file can still|In PyTorch 2\.6|If you trust")
+
+
 @contextmanager
 def reading(name: str | Path, advice: str = "fix that, then start again") -> Iterator[None]:
     """Turns any error of a library into one sentence: `name` cannot be read, and why."""
@@ -239,9 +245,16 @@ def reading(name: str | Path, advice: str = "fix that, then start again") -> Ite
     except UserError:
         raise
     except Exception as error:
-        said = str(error).partition("This file can still")[0]  # PyTorch would have us run its code
+        said = UNSAFE.split(str(error))[0]
         reason = f"{type(error).__name__}: {textwrap.shorten(said, 400)}"
         raise UserError(f"{name} cannot be read ({reason}); {advice}") from error
+
+
+def refuse_pointer(path: Path | str) -> None:
+    """Raises UserError if a clone without Git LFS has left only the pointer to a file."""
+    with open(path, "rb") as file:
+        if file.read(24) == b"version https://git-lfs.":
+            raise UserError(f"{path} is a pointer of Git LFS: in its clone, git lfs pull")
 
 
 @contextmanager

@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import UserError, if_supported, new_run_from, reading, say_once
+from support.common import (
+    UserError,
+    if_supported,
+    new_run_from,
+    reading,
+    refuse_pointer,
+    say_once,
+)
 from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 
@@ -105,6 +112,8 @@ def read_weights(directory: Path) -> Weights:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         elif not (directory / name).exists():
             continue
+        for part in names:
+            refuse_pointer(directory / part)
         if name.endswith(".safetensors"):
             files = [load_file(directory / name) for name in sorted(names)]
         else:

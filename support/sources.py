@@ -25,7 +25,7 @@ from itertools import groupby, islice
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
-from support.common import UserError, hash_file, reading
+from support.common import UserError, hash_file, reading, refuse_pointer
 from support.decontaminate import Benchmark, cut_out
 from support.tokenizer import NO_SPACE, SPACE
 
@@ -182,7 +182,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
         raise UserError(f"{source}: no such file, and none of the sources in --help")
     for path in paths:
         kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
-        if kind not in READERS:
+        if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
             inside = glob.escape(path)
             globs = [os.path.join(inside, folders, end) for end in ends for folders in ("", "**")]
@@ -493,6 +493,7 @@ def read_patiently(file: File) -> Iterator[Text]:
     number = 0
     with reading(file.name):
         if file.local and not file.stamp:
+            refuse_pointer(file.name)
             status = os.stat(file.name)
             file.stamp = (status.st_size, status.st_mtime_ns, hash_file(Path(file.name)))
         for wait in (*WAITS, None):

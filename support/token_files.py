@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from support.common import UserError, command_for, reading, write_whole
+from support.common import UserError, command_for, reading, refuse_pointer, write_whole
 
 HEADER = 256  # int32 words that llm.c puts first: magic, version, number of tokens, zeros
 GPT2_MAGIC = 20240520
@@ -45,6 +45,7 @@ class Shard:
     def __init__(self, path: Path):
         self.path = path
         with reading(f"{path}, as a shard of uint16 tokens,", PUT_BACK):
+            refuse_pointer(path)
             self.offset, self.num_tokens = find_tokens(path)  # the first token's byte; how many
 
     def read(self, start: int, count: int, opener: Callable = OpenFile) -> np.ndarray:
@@ -65,7 +66,8 @@ class Shard:
 def find_tokens(path: Path) -> tuple[int, int]:
     """The byte at which the tokens of a file start, and their number. Raises what NumPy raises."""
     if path.suffix == ".npy":
-        tokens = np.load(path, mmap_mode="r")  # checks the header against the file's size
+        # checks the header against the file's size; "r" would share the map, which FUSE may refuse
+        tokens = np.load(path, mmap_mode="c")
         if tokens.dtype != np.uint16 or tokens.ndim != 1:
             raise ValueError(f"it holds {tokens.dtype} of shape {tokens.shape}")
         return tokens.offset, len(tokens)

@@ -40,6 +40,9 @@ SHARED_DATA = ROOT.parent / "shared" / "data"
 EOT = 50256  # GPT-2's <|endoftext|>
 LONGEST = 900  # seconds that a script may take: many times what any needs, even on a busy machine
 
+# what a clone without Git LFS leaves in the place of a file
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 548105171\n"
+
 # a training run of a second or two: tiny model, float32, eager, nothing on the way
 TINY = shlex.split("""
     --n-layer 2 --n-head 2 --n-embd 16 --sequence-length 16 --batch-size 2

@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 
 int fsync(int file) {
@@ -17,6 +18,15 @@ int fsync(int file) {
 int flock(int file, int operation) {
     errno = ENOLCK;
     return -1;
+}
+
+void *mmap64(void *at, size_t length, int access, int flags, int file, off_t offset) {
+    void *(*real)(void *, size_t, int, int, int, off_t) = dlsym(RTLD_NEXT, "mmap64");
+    if (file >= 0 && (flags & MAP_SHARED) && !(access & PROT_WRITE)) {
+        errno = ENODEV;
+        return MAP_FAILED;
+    }
+    return real(at, length, access, flags, file, offset);
 }
 
 int chmod(const char *path, mode_t mode) {

@@ -61,10 +61,12 @@ def write_examples(place: Path) -> None:
 
 
 def type_in(place: Path, command: str) -> subprocess.CompletedProcess:
+    variables = environment(PATH=f"{sys.prefix}/bin:/usr/bin:/bin")
+    del variables["OMP_NUM_THREADS"]  # as one types it
     return subprocess.run(
         ["bash", "-c", command],
         cwd=place,
-        env=environment(PATH=f"{sys.prefix}/bin:/usr/bin:/bin"),
+        env=variables,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

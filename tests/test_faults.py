@@ -19,6 +19,7 @@ import safetensors.torch
 import torch
 from conftest import (
     EVERY_TWO,
+    POINTER,
     HerePool,
     command,
     documents,
@@ -317,6 +318,12 @@ def test_a_checkpoint_of_another_version_offers_its_weights(corpus, run_dir, ver
 
 
 # -- other data, damaged logs, a full disk
+
+
+def test_shards_that_are_only_pointers_of_git_lfs_are_named(corpus, tmp_path):
+    shards = shutil.copytree(corpus, tmp_path / "shards")
+    (shards / "toy_train_000002.npy").write_bytes(POINTER)
+    assert_told(train(shards, tmp_path / "log"), "toy_train_000002.npy is a pointer of Git LFS")
 
 
 def test_other_shards_than_the_run_began_with_are_refused(corpus, run_dir, tmp_path):

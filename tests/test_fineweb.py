@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import EOT, HerePool, documents, run_program
+from conftest import EOT, POINTER, HerePool, documents, run_program
 from contract import TOLD, call, contents
 from tqdm import tqdm
 
@@ -601,6 +601,7 @@ NO_OBJECT = "line 151, as a JSON object, cannot be read ("
         ("b.jsonl", GOOD_LINES + b'{"text": 5}', "'text' is 5, not a text; --column names"),
         ("b.jsonl", b'{"body": "a", "id": 3}', "has no 'text' but ['body', 'id']; --column names"),
         ("b.json", b'[{"text": "a"},\n["b"]]', "has no 'text' but ['b']"),
+        ("b.txt", POINTER, "b.txt is a pointer of Git LFS"),
         ("b.parquet", NUMBERS.getvalue().to_pybytes(), "'text' is of int64, not of text"),
     ],
 )
@@ -623,6 +624,10 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
         ("--source .", ".: .txt, .md, .jsonl and .parquet are read; give './**/*.md' "),
         ("--source zipped/", ".jsonl and .parquet are read; give 'zipped/*.md' 'zipped/**/*.md'"),
         ("--source zipped/*.pdf", "zipped/c.pdf: .txt, .md, .jsonl and .parquet are read; name"),
+        (
+            "--source pipe.jsonl",
+            "pipe.jsonl: .txt, .md, .jsonl and .parquet are read; name other files",
+        ),
         ("--source empty", "empty: .txt, .md, .jsonl and .parquet are read; name other files"),
         ("--source good.jsonl --name a/b", "--name a/b: the names of shards begin with it"),
         ("--source", "--source names nothing to read"),
@@ -636,6 +641,7 @@ def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
     for name in ("a.pdf", "b.parquet", "stray.npy", "zipped/c.pdf", "zipped/c.md", "empty/d"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    os.mkfifo(tmp_path / "pipe.jsonl")
     write_jsonl(tmp_path / "good.jsonl", ["x"])
     monkeypatch.chdir(tmp_path)
     done = call("fineweb.py", *options.split())

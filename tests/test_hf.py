@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EOT, random_model, run_program, run_script, train
+from conftest import EOT, POINTER, random_model, run_program, run_script, train
 from safetensors.torch import load_file, save_file
 
 import model
@@ -284,6 +284,21 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     with pytest.raises(UserError, match=refused):
         GPT.from_pretrained(given)
     assert not (tmp_path / "evil-was-here").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_git_lfs_pointers_and_rubbish_are_named_and_nobody_is_told_to_run_code(
+    tmp_path, tiny, name
+):
+    tiny.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    (tmp_path / name).write_bytes(POINTER)
+    with pytest.raises(UserError, match=f"{name} is a pointer of Git LFS: in its clone, git lfs"):
+        GPT.from_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(b"<html>404: Not Found</html>")
+    with pytest.raises(UserError, match="cannot be read") as told:
+        GPT.from_pretrained(tmp_path)
+    assert "weights_only" not in str(told.value)
 
 
 @pytest.mark.parametrize("content", [{"model": {}}, [1], {"model_args": FIELDS, "model": {}}, None])

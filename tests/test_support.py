@@ -45,6 +45,7 @@ def test_a_full_disk_leaves_the_old_content_and_nothing_beside_it(tmp_path, monk
 
 @pytest.mark.parametrize("error, traceback", [
     (FileNotFoundError("x"), True), (UserError("x"), False), (OSError(errno.ENOSPC, "x"), False),
+    (OSError(errno.EDQUOT, "x"), False),
 ])  # fmt: skip
 def test_only_what_the_user_can_mend_hides_its_traceback(error, traceback, capsys):
     def main(_args):
