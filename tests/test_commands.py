@@ -30,7 +30,7 @@ SHORTENED = {
     "--batch-size 8 ": "--batch-size 8 --max-steps 20 ",
     "--log-dir log/cpu": "--log-dir log/cpu --max-steps 20",
     '"--preset quickstart"': '"--preset quickstart --max-steps 10 --warmup-steps 2"',
-    "learning_rate=5e-4,1e-3,2e-3,4e-3,8e-3 --seeds 5": "learning_rate=1e-3,2e-3,4e-3 --seeds 3",
+    "--sweep learning_rate=5e-4,1e-3,2e-3,4e-3,8e-3 --seeds 5": "--seeds 2",
     "--max-steps 1000 --warmup-steps 50": "--max-steps 2 --warmup-steps 1",
     "ckpt_001000": "ckpt_000002",
 }
