@@ -110,7 +110,7 @@ def counted(n: int, noun: str, ending: str = "s") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
 
 
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # of a container: microseconds it gets, of how many
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds that it gets, of how many
 
 
 def usable_cores() -> int:
@@ -119,8 +119,8 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # no such file; "max"
-        time, period = map(int, CPU_LIMIT.read_text().split())
-        cores = min(cores, math.ceil(time / period))
+        quota, period = map(int, CPU_LIMIT.read_text().split())
+        cores = min(cores, math.ceil(quota / period))
     return cores
 
 

@@ -208,9 +208,9 @@ class Stop:
         self.sum: Any = None
 
     def listen(self) -> None:
+        # what `nohup` ignores stays ignored; but torchrun ends by it, and passes it on
+        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # what `nohup` ignores stays ignored; but torchrun ends by it, and passes it on
-            by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
             if by_torchrun or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self.remember)
 
