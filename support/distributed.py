@@ -208,11 +208,13 @@ class Stop:
         self.sum: Any = None
 
     def listen(self) -> None:
-        # what `nohup` ignores stays ignored; but torchrun ends by it, and passes it on
-        by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            if by_torchrun or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self.remember)
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        # `nohup` ignores SIGHUP, and so the run goes on; but torchrun ends by it, and passes it on
+        nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        if not nohup or "TORCHELASTIC_RUN_ID" in os.environ:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
+            signal.signal(number, self.remember)
 
     def remember(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted and number == signal.SIGINT:

@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ settings.register_profile(
 )
 settings.load_profile("here")
 torch.set_num_threads(1)  # as many as the processes that tests start have
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # also if pytest was started by nohup
 
 ROOT = Path(__file__).parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"

@@ -296,7 +296,9 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
 
     arm = Arm("base", ROOT, [], dict(code=compare.hash_code(ROOT), dtype="float32"))
     monkeypatch.setattr(compare, "run_process", run)
-    with pytest.raises(UserError, match=r"base/seed=1_.*: train_gpt2.py: step 50: the reason$"):
+    told = r"""base/seed=1_.*: train_gpt2.py: step 50: the reason
+\(compare.py sets --log-dir and --resume; to begin this run again, delete its folder\)$"""
+    with pytest.raises(UserError, match=told):
         train()
     records.append('{"type": "diverged", "step": 50, "reason": "50 updates in a row were skipped"}')
     assert train()["val_loss"] is None

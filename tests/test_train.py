@@ -869,6 +869,7 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
 def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny):
     with as_a_process(sys.argv, b""):
         stop = Stop(WORLD)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script does for a job in the background
         stop.listen()
         stop.vote()
         for _ in range(2):
