@@ -21,6 +21,7 @@ from support.common import (
     Range,
     UsageError,
     command_for,
+    lies_in,
     out_of_range,
     read_flags,
 )
@@ -410,9 +411,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
     """Directories and packages that are missing, or in the way."""
     problems = []
     log_dir = Path(c.log_dir).resolve()
-    resumes = c.resume == "auto"
-    if c.resume != "none":  # a checkpoint of log_dir, or log_dir itself
-        resumes |= log_dir in (Path(c.resume).resolve(), Path(c.resume).resolve().parent)
+    resumes = c.resume == "auto" or (c.resume != "none" and lies_in(c.resume, log_dir))
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan

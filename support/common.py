@@ -110,7 +110,11 @@ def counted(n: int, noun: str, ending: str = "s") -> str:
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}{ending}"
 
 
-CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")  # a container's: microseconds that it gets, of how many
+def find_in(path: str, pattern: str) -> str:
+    """What the pattern's group matches in a file of the Linux kernel; empty if there is nothing."""
+    file = Path(path)
+    match = re.search(pattern, file.read_text()) if file.exists() else None
+    return match[1] if match else ""
 
 
 def usable_cores() -> int:
@@ -118,8 +122,8 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    with suppress(OSError, ValueError):  # no such file; "max"
-        quota, period = map(int, CPU_LIMIT.read_text().split())
+    if limit := find_in("/sys/fs/cgroup/cpu.max", r"(\d+ \d+)"):  # a container's, or it says "max"
+        quota, period = map(int, limit.split())
         cores = min(cores, math.ceil(quota / period))
     return cores
 
@@ -231,6 +235,12 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
 
 
 # -- files
+
+
+def lies_in(path: str | Path, folder: str | Path) -> bool:
+    """Whether a path, however it is typed, is this folder or stands directly in it."""
+    path = Path(path).resolve()
+    return Path(folder).resolve() in (path, path.parent)
 
 
 # where messages of PyTorch and NumPy go on to advise loading the file unsafely, which runs its code

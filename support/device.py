@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.common import UserError, counted, usable_cores
+from support.common import UserError, counted, find_in, usable_cores
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -44,8 +44,9 @@ def refuse_unusable_cache() -> None:
 
 def keep_to_limit() -> None:
     """Takes no more threads than a container may use: PyTorch counts the machine's cores."""
-    if "OMP_NUM_THREADS" not in os.environ and usable_cores() < torch.get_num_threads():
-        torch.set_num_threads(usable_cores())
+    cores = usable_cores()
+    if "OMP_NUM_THREADS" not in os.environ and cores < torch.get_num_threads():
+        torch.set_num_threads(cores)
 
 
 def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
@@ -277,13 +278,6 @@ def peak_memory(device: torch.device) -> int:
     import resource  # for macOS; on Linux it would count the parent of a forked process
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def find_in(path: str, pattern: str) -> str:
-    """What the pattern's group matches in a file of the Linux kernel; empty if there is nothing."""
-    file = Path(path)
-    match = re.search(pattern, file.read_text()) if file.exists() else None
-    return match[1] if match else ""
 
 
 # plan.py's name of a GPU: the whole name that CUDA reports (a MIG slice has another), GB of memory,

@@ -21,14 +21,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from support.common import (
-    UserError,
-    if_supported,
-    new_run_from,
-    reading,
-    refuse_pointer,
-    say_once,
-)
+from support.common import UserError, if_supported, new_run_from, reading, refuse_pointer, say_once
 from support.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
 from support.tokenizer import END, FILE, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
 

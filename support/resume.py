@@ -14,7 +14,15 @@ import torch
 
 from support import checkpoint
 from support.checkpoint import Checkpoint, Progress
-from support.common import UsageError, UserError, beside_script, new_run_from, revision, writing
+from support.common import (
+    UsageError,
+    UserError,
+    beside_script,
+    lies_in,
+    new_run_from,
+    revision,
+    writing,
+)
 from support.device import device_name
 from support.log import (
     EVENTS,
@@ -147,9 +155,8 @@ def candidates_for(config: TrainConfig) -> list[Path]:
         elsewhere = starts[-1].get("resumed_from") if starts else None
         return [Path(elsewhere)] if elsewhere else []
     path = Path(config.resume)
-    here = Path(config.log_dir).resolve()
-    if here in (path.resolve(), path.resolve().parent):  # the run's own, however it was typed
-        path = Path(config.log_dir, path.resolve().relative_to(here))
+    if lies_in(path, config.log_dir):  # the run's own, however it was typed
+        path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
     return checkpoint.checkpoints(path)[::-1] or [path]
 
 

@@ -103,7 +103,8 @@ REFUSED = "PyTorch for CUDA 13.0 cannot use the GPU with driver 535.54.03: .* or
 def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, name, visible, ends):
     for file in files.split():
         (tmp_path / file).write_text(DRIVER)
-    monkeypatch.setattr("support.device.Path", lambda path: tmp_path / Path(path).name)
+    for module in ("device", "common"):
+        monkeypatch.setattr(f"support.{module}.Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     monkeypatch.setattr("torch.version.cuda", cuda)
     monkeypatch.setattr("support.distributed.join", lambda world: None)

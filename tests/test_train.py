@@ -814,7 +814,7 @@ def test_a_containers_limit_counts_as_usable_cores(monkeypatch, tmp_path, limit,
     if limit:
         file.write_text(f"{limit}\n")
     threads = []
-    monkeypatch.setattr(common, "CPU_LIMIT", file)
+    monkeypatch.setattr("support.common.Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -858,7 +858,7 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
         files["memory.stat"] = "anon 1\ninactive_file 500000\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("support.device.Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr("support.common.Path", lambda path: tmp_path / Path(path).name)
     assert free_memory(torch.device("cpu")) == free
     assert free_memory(torch.device("cpu"), 2) == free // 2, "two processes share the machine"
 
