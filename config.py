@@ -157,17 +157,20 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         return config
 
     def sized_for(self: Config, operations: float, vocab_size: int, processes: int) -> Config:
-        """The settings with the sizes for so many operations of training."""
+        """The settings with the sizes for so many operations, and a recipe for max_steps."""
         typed = {name: getattr(self, name) for name in self.typed}
         chosen = choose_sizes(operations, vocab_size, typed)
         least = processes * chosen["sequence_length"]  # a sequence for each
         chosen["total_batch_size"] = max(chosen["total_batch_size"], least)
         # HellaSwag needs a network, and small models only guess
-        return self.with_chosen(chosen | dict(hellaswag_every=0, checkpoint_minutes=5.0))
+        config = self.with_chosen(chosen | dict(hellaswag_every=0, checkpoint_minutes=5.0))
+        # until the number of updates is known: they are timed as they will be
+        return config.scheduled_for(self.max_steps, epochs=1)
 
     def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
         """The settings with the recipe for so many updates."""
-        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd))
+        optimizer = self.optimizer if "optimizer" in self.typed else "muon"
+        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, optimizer))
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
@@ -325,21 +328,25 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> d
     )
 
 
-def choose_recipe(max_steps: int, epochs: float, n_embd: int) -> dict[str, Any]:
+def choose_recipe(
+    max_steps: int, epochs: float, n_embd: int, optimizer: str = "muon"
+) -> dict[str, Any]:
     """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
 
     >>> recipe = choose_recipe(1200, 6.0, 256)
     >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
     (0.006, 0.3, 40)
     """
-    rate = 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3
+    rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3)
+    if optimizer == "adamw":
+        rate /= 4
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),
-        learning_rate=float(f"{min(rate, 1e-2):.2g}"),
+        learning_rate=float(f"{rate:.2g}"),
         weight_decay=round(min(0.5, max(0.1, 0.05 * epochs)), 2),
-        optimizer="muon",
-        embedding_lr=4.0,
+        optimizer=optimizer,
+        embedding_lr=1.0 if optimizer == "adamw" else 4.0,
         decay="linear",
         min_lr_frac=0.0,
     )

@@ -19,7 +19,7 @@ import pickle
 import shlex
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from multiprocessing import get_context
@@ -48,6 +48,7 @@ SCORES = 16  # of a long run
 RATES = (1e-3, 2e-3, 4e-3)  # the best counts
 SEEDS = (1337, 1338, 1339)  # the first one chooses the rate
 OURS = "this repository"
+ADAMW = "this repository, AdamW"  # as the peers: it tells what Muon adds
 HF = "transformers, our tokens"
 A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
 LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
@@ -107,6 +108,8 @@ def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
     ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
     hf = (partial(peers.train_transformers, recipe, ours), RATES)
     sides: Sides = {OURS: (partial(peers.train_here, flags, ours), (recipe.learning_rate,))}
+    adamw = replace(recipe, optimizer="adamw", embedding_lr=1.0).as_flags()
+    sides[ADAMW] = (partial(peers.train_here, adamw, ours), RATES)
     if not config.peer:
         say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
         return sides | {HF: hf}

@@ -343,13 +343,13 @@ def train_transformers(
 
 
 def train_here(
-    flags: list[str], folder: Path, updates: int, _rate: float, seed: int, scores: int
+    flags: list[str], folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
     """This repository's train_gpt2.py. Its log has the losses, and the time of each update."""
     off = "--sample-every 0 --hellaswag-every 0 --checkpoint-every 0 --checkpoint-minutes 0"
     every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"
-    where = f"--device cpu --overwrite --log-dir {folder}/log --seed {seed}"
-    command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {where}".split()]
+    how = f"--learning-rate {rate} --seed {seed} --device cpu --overwrite --log-dir {folder}/log"
+    command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {how}".split()]
     subprocess.run(command, check=True)
     run = read_run(folder / "log")
     seconds = np.cumsum(run.series("ms")[1]) / 1000

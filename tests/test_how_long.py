@@ -6,6 +6,7 @@ Never how long a run takes: that is measured in docs/minutes.md.
 import re
 import shlex
 import time
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from warm import two_ranks
 
-from config import GPT2_SIZES, choose_sizes, parse_command_line, wrong_sizes
+from config import GPT2_SIZES, choose_sizes, parse_command_line, without_effect, wrong_sizes
 from support import minutes
 from support.common import as_typed
 from support.distributed import World
@@ -30,7 +31,9 @@ CHOSEN += ("batch_size", "max_steps", "warmup_steps", "learning_rate", "weight_d
     exponent=st.floats(9, 22),
     vocab_size=st.sampled_from((257, 1024, 50257)),
     processes=st.sampled_from((1, 3, 8)),
-    typed=st.sampled_from(("", "--n-layer 7", "--n-embd 100", "--sequence-length 32")),
+    typed=st.sampled_from(
+        ("", "--n-layer 7", "--n-embd 100", "--sequence-length 32", "--optimizer adamw")
+    ),
 )
 def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     exponent, vocab_size, processes, typed
@@ -41,8 +44,14 @@ def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     assert not wrong_sizes(sized, processes) or processes == 3
     assert sized.n_embd // sized.n_head >= min(64, sized.n_embd)
     assert more.n_layer * more.n_embd**2 >= sized.n_layer * sized.n_embd**2
+    run = sized.scheduled_for(1000, epochs=3)
     for name, value in zip(*[iter(typed.split())] * 2, strict=True):
-        assert getattr(sized, name[2:].replace("-", "_")) == int(value)
+        assert str(getattr(run, name[2:].replace("-", "_"))) == value
+    assert without_effect(parse_command_line(run.as_flags())) == [], "they can be typed"
+    changed = {name for name, value in asdict(run).items() if getattr(sized, name) != value}
+    assert changed <= {"max_steps", "warmup_steps", "learning_rate", "weight_decay"}, (
+        "an update is timed as it will be made"
+    )
 
 
 def test_the_time_of_the_reproduction_gives_the_124m():

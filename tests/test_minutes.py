@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -147,8 +148,9 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean
         """
         name = train.func.__name__
         turns.append(name)
-        update = 0.25 if 4 < len(turns) <= 12 else 1.0
-        worse = 0.0 if name == "train_here" else 1 + abs(rate - 2e-3)
+        update = 0.25 if 5 < len(turns) <= 15 else 1.0
+        muon = name == "train_here" and parse_command_line(train.args[0]).optimizer == "muon"
+        worse = 0.0 if muon else 1 + abs(rate - 2e-3)
         worse += (seed - 1337) / 10
         every = updates // scores
         steps = range(every, updates + 1, every)
@@ -159,17 +161,17 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean
     minutes.main([*flags, str(tmp_path / "here")])
     result = json.loads((tmp_path / "here.json").read_text())
     assert result["command"].startswith("python -m benchmarks.minutes --peer ")
-    assert turns[:4] == turns[4:8] == turns[8:12] and len(set(turns[:4])) == 3, "in turn"
+    assert turns[:5] == turns[5:10] == turns[10:15] and len(set(turns[:5])) == 3, "in turn"
     runs = [(run["name"], run["rate"], run["seed"]) for run in result["runs"]]
-    best = [8e-3, 2e-3, 1e-3, 2e-3]  # of the sides, in the order of their first turns
+    best = [8e-3, 2e-3, 2e-3, 1e-3, 2e-3]  # of the sides, in the order of their first turns
     pairs = list(zip(result["paces"], best, strict=True))
-    assert runs[8:] == [(*pair, seed) for seed in (1338, 1339) for pair in pairs]
+    assert runs[11:] == [(*pair, seed) for seed in (1338, 1339) for pair in pairs]
     assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
     rows = minutes.summarize(result)
     names = [row["name"] for row in rows]
     assert names[0] == minutes.OURS and rows[0]["passed"] == 58.0
     assert sorted(names[1:]) == [
-        "nanoGPT, its README", "nanoGPT, our tokens", "transformers, our tokens",
+        "nanoGPT, its README", "nanoGPT, our tokens", minutes.ADAMW, "transformers, our tokens",
     ], "the best run of each"  # fmt: skip
     others = [row["others"] for row in rows if "our tokens" in row["name"]]
     assert rows[1]["rate"] == 2e-3 and others == ["0.001: 4.001, 0.004: 4.002"] * 2
@@ -177,7 +179,7 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean
     assert rows[0]["by_seed"] == "3.000, 3.100, 3.200"
     assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
     [axis] = minutes.plot_minutes(result).axes
-    assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 4
+    assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 5
     low, high = axis.collections[0].get_datalim(axis.transData).intervaly
     assert (low, high) == pytest.approx((3.0, 4.1375)), "its best seed's end, its worst one's start"
     assert axis.get_xlim() == pytest.approx((0, 58 / 60))
@@ -191,11 +193,14 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     shards, monkeypatch, tmp_path
 ):
     asked = []
+    by_adamw = []
 
     def run(train, updates, rate, seed, scores):
         """5 s of compilation, then 0.5 s an update."""
         if train.func is peers.train_here:
-            asked.append((parse_command_line(train.args[0]), updates, rate))
+            chosen = parse_command_line(train.args[0])
+            side = asked if chosen.optimizer == "muon" else by_adamw
+            side.append((chosen, updates, rate))
         steps = range(updates // scores, updates + 1, updates // scores)
         return [(step, 5 + step / 2, 3 - rate - step / updates) for step in steps]
 
@@ -210,7 +215,10 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     assert chosen.learning_rate == rate == choose_recipe(96, 1.0, chosen.n_embd)["learning_rate"]
     sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
     assert len({tuple(getattr(c, name) for name in sizes) for c, *_ in asked}) == 1
-    assert [run["seed"] for run in result["runs"]] == [1337] * 4, "ours, and three rates"
+    other, *_ = by_adamw[-1]
+    assert replace(chosen, optimizer="adamw", embedding_lr=1.0) == other, "all else is the same"
+    assert [rate for *_, rate in by_adamw[-3:]] == [*minutes.RATES]
+    assert [run["seed"] for run in result["runs"]] == [1337] * 7, "ours, and three rates of two"
     monkeypatch.setattr(minutes, "fit_sizes", None)
     minutes.main(race)
     assert json.loads(record.read_text()) == result and len(asked) == minutes.TURNS + 1
@@ -227,7 +235,11 @@ def test_without_a_clone_its_sides_are_left_out_and_a_wrong_one_is_a_sentence(
 ):
     config = MinutesConfig(data_dir=str(shards))
     flags = minutes.choose_flags(config)
-    assert [*minutes.find_sides(config, flags, tmp_path)] == [minutes.OURS, minutes.HF]
+    assert [*minutes.find_sides(config, flags, tmp_path)] == [
+        minutes.OURS,
+        minutes.ADAMW,
+        minutes.HF,
+    ]
     assert "nanoGPT is left out" in capsys.readouterr().out
     for main, flag in ((minutes.main, "--data-dir"), (bench.main, "--against")):
         value = str(shards) if flag == "--data-dir" else "nanogpt"
