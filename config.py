@@ -328,12 +328,10 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> d
     )
 
 
-def choose_recipe(
-    max_steps: int, epochs: float, n_embd: int, optimizer: str = "muon"
-) -> dict[str, Any]:
+def choose_recipe(max_steps: int, epochs: float, n_embd: int, optimizer: str) -> dict[str, Any]:
     """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
 
-    >>> recipe = choose_recipe(1200, 6.0, 256)
+    >>> recipe = choose_recipe(1200, 6.0, 256, "muon")
     >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
     (0.006, 0.3, 40)
     """

@@ -212,7 +212,8 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     result = json.loads(record.read_text())
     chosen, updates, rate = asked[-1]
     assert updates == 96 == chosen.max_steps, "110 fit, of which 96 are a multiple of 16"
-    assert chosen.learning_rate == rate == choose_recipe(96, 1.0, chosen.n_embd)["learning_rate"]
+    recipe = choose_recipe(96, 1.0, chosen.n_embd, "muon")
+    assert chosen.learning_rate == rate == recipe["learning_rate"]
     sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
     assert len({tuple(getattr(c, name) for name in sizes) for c, *_ in asked}) == 1
     other, *_ = by_adamw[-1]
