@@ -157,15 +157,14 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         return config
 
     def sized_for(self: Config, operations: float, vocab_size: int, processes: int) -> Config:
-        """The settings with the sizes for so many operations, and a recipe for max_steps."""
+        """The settings with sizes for so many operations, and the recipe for max_steps so far."""
         typed = {name: getattr(self, name) for name in self.typed}
         chosen = choose_sizes(operations, vocab_size, typed)
         least = processes * chosen["sequence_length"]  # a sequence for each
         chosen["total_batch_size"] = max(chosen["total_batch_size"], least)
         # HellaSwag needs a network, and small models only guess
-        config = self.with_chosen(chosen | dict(hellaswag_every=0, checkpoint_minutes=5.0))
-        # until the number of updates is known: they are timed as they will be
-        return config.scheduled_for(self.max_steps, epochs=1)
+        chosen |= dict(hellaswag_every=0, checkpoint_minutes=5.0)
+        return self.with_chosen(chosen).scheduled_for(self.max_steps, epochs=1)
 
     def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
         """The settings with the recipe for so many updates."""
@@ -361,6 +360,8 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
     config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     if config.minutes and "max_steps" in config.typed:
         raise UsageError("--minutes and --max-steps each set the length of the run: choose one")
+    if config.minutes and config.init_from != "scratch":
+        raise UsageError("--minutes chooses a new model, --init-from brings its own: choose one")
     if "warmup_steps" not in config.typed:
         config.warmup_steps = usual_warmup(config.preset, config.max_steps)
     return config

@@ -313,8 +313,9 @@ def test_a_plan_for_minutes_is_the_reproduction_where_the_time_is_its_own(capsys
     page = capsys.readouterr().out
     assert "12 layers of 768, T 1024" in page and "steps of 524,288" in page
     assert "flags" in page and "--optimizer muon" in page and "--max-steps 18" in page
-    with pytest.raises(UsageError, match="choose one"):
-        plan.main(["--minutes", "48", "--max-steps", "9"])
+    for other in ("--max-steps=9", "--init-from=gpt2"):
+        with pytest.raises(UsageError, match=f"{other.partition('=')[0]} .*choose one"):
+            plan.main(["--minutes", "48", other])
 
 
 def test_help_says_of_each_preset_what_the_program_estimates():
