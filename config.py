@@ -160,8 +160,8 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         """The settings with sizes for so many operations, and the recipe for max_steps so far."""
         typed = {name: getattr(self, name) for name in self.typed}
         chosen = choose_sizes(operations, vocab_size, typed)
-        least = processes * chosen["sequence_length"]  # a sequence for each
-        chosen["total_batch_size"] = max(chosen["total_batch_size"], least)
+        at_once = processes * max(1, self.batch_size) * chosen["sequence_length"]
+        chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
         # HellaSwag needs a network, and small models only guess
         chosen |= dict(hellaswag_every=0, checkpoint_minutes=5.0)
         return self.with_chosen(chosen).scheduled_for(self.max_steps, epochs=1)
@@ -310,7 +310,8 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> d
     wanted = math.log(100e6) + 0.375 * math.log(operations / 8.5e18)  # parameters in the blocks
     shapes = {(typed.get("n_layer", L), typed.get("n_embd", C)) for L, C in LADDER}
     parameters = {(L, C): 12 * L * C**2 for L, C in shapes}
-    n_layer, C = min(shapes, key=lambda shape: abs(math.log(parameters[shape]) - wanted))
+    fitting = [shape for shape in shapes if shape[1] % typed.get("n_head", 1) == 0] or shapes
+    n_layer, C = min(fitting, key=lambda shape: abs(math.log(parameters[shape]) - wanted))
     n_head = max(h for h in range(1, 2 + C // 64) if C % h == 0 and h <= max(1, C // 64))
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
@@ -335,8 +336,7 @@ def choose_recipe(max_steps: int, epochs: float, n_embd: int, optimizer: str) ->
     (0.006, 0.3, 40)
     """
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3)
-    if optimizer == "adamw":
-        rate /= 4
+    rate /= 4 if optimizer == "adamw" else 1
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),

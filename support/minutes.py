@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.common import UserError, beside_script
+from support.common import UsageError, UserError, beside_script
 from support.device import dtype_name, peak_flops, pick_dtype
 from support.tokenizer import tokenizer_of_data
 
@@ -92,6 +92,8 @@ def fit_schedule(
         steps = int(EPOCHS * epoch)
         world.say(f"minutes: the text is short: more than {EPOCHS} epochs would only memorize it")
     config = config.scheduled_for(steps, steps / epoch)
+    if config.warmup_steps >= steps:
+        raise UsageError(f"--warmup-steps {config.warmup_steps}: only {steps} updates fit the time")
     config = config.with_chosen(found | dict(val_every=every, sample_every=every))
     per_parameter = steps * config.total_batch_size / num_params
     world.say(

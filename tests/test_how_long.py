@@ -25,15 +25,15 @@ from support.tokenizer import FILE, train_vocabulary
 
 CHOSEN = ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_size")
 CHOSEN += ("batch_size", "max_steps", "warmup_steps", "learning_rate", "weight_decay")
+TYPED = ("", "--n-layer 7", "--n-head 5", "--n-embd 100", "--sequence-length 100")
+TYPED += ("--batch-size 6", "--sequence-length 48 --batch-size 7", "--optimizer adamw")
 
 
 @given(
     exponent=st.floats(9, 22),
     vocab_size=st.sampled_from((257, 1024, 50257)),
     processes=st.sampled_from((1, 3, 8)),
-    typed=st.sampled_from(
-        ("", "--n-layer 7", "--n-embd 100", "--sequence-length 32", "--optimizer adamw")
-    ),
+    typed=st.sampled_from(TYPED),
 )
 def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     exponent, vocab_size, processes, typed
@@ -41,8 +41,8 @@ def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     config = parse_command_line([*typed.split(), "--minutes", "1"])
     sized = config.sized_for(10**exponent, vocab_size, processes)
     more = config.sized_for(10 ** (exponent + 1), vocab_size, processes)
-    assert not wrong_sizes(sized, processes) or processes == 3
-    assert sized.n_embd // sized.n_head >= min(64, sized.n_embd)
+    assert not wrong_sizes(sized, processes)
+    assert sized.n_embd // sized.n_head >= min(64, sized.n_embd) or "--n-head" in typed
     assert more.n_layer * more.n_embd**2 >= sized.n_layer * sized.n_embd**2
     run = sized.scheduled_for(1000, epochs=3)
     for name, value in zip(*[iter(typed.split())] * 2, strict=True):
@@ -135,6 +135,8 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
     long = ("--sequence-length", 256, "--total-batch-size", 512)
     done = start(text, tmp_path / "log", *long, expect=1)
     assert "256" in done.stderr and "Traceback" not in done.stderr
+    done = start(text, tmp_path / "log", "--warmup-steps", 999, expect=2)
+    assert "--warmup-steps 999: only 110 updates fit the time" in done.stderr
     done = start(tmp_path / "none", tmp_path / "log", expect=2)
     assert f"does not exist: make it with {as_typed('python')} " in done.stderr
 
