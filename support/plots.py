@@ -22,6 +22,7 @@ from support.published import (
     beside_openai,
     is_recipe,
     is_scored,
+    openai_loss,
     size_of,
     text_of,
 )
@@ -154,9 +155,9 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
     levels = {}
-    for size in (size_of(run.config) for run in runs):
-        if loss := OPENAI["val_loss"].get(text_of(runs[0].config), {}).get(size):
-            levels[f"OpenAI's {size} {loss:.3f}"] = loss
+    for config in (run.config for run in runs):
+        if loss := openai_loss(config):
+            levels[f"OpenAI's {size_of(config)} {loss:.3f}"] = loss
     draw_levels(axis, levels)
     tops = list(levels.values())
     units = scale_x(axis, runs)

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.tokenizer import VOCAB_SIZE
+
 if TYPE_CHECKING:
     from support.log import LoggedRun
 
@@ -26,10 +28,22 @@ def size_of(config: dict[str, Any]) -> str:
     return OPENAI["sizes"].get(f"{config.get('n_layer', 12)} x {config.get('n_embd', 768)}", "")
 
 
+def has_gpt2_tokens(config: dict[str, Any]) -> bool:
+    """Whether a run's losses are per token of GPT-2's, as the published ones."""
+    return config.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
+
+
 def is_recipe(config: dict[str, Any]) -> bool:
     """Whether a run is the 124M's on FineWeb-Edu, of which others have published logs."""
     shape = {name: config.get(name) for name in RECIPE}
-    return shape == RECIPE and text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
+    is_text = text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
+    return shape == RECIPE and is_text and has_gpt2_tokens(config)
+
+
+def openai_loss(config: dict[str, Any]) -> float | None:
+    """The validation loss of OpenAI's model of a run's size on its text, where it is known."""
+    theirs = OPENAI["val_loss"].get(text_of(config), {}).get(size_of(config))
+    return theirs if has_gpt2_tokens(config) else None
 
 
 def is_scored(run: LoggedRun) -> bool:
@@ -39,14 +53,12 @@ def is_scored(run: LoggedRun) -> bool:
 
 def beside_openai(run: LoggedRun) -> dict[str, tuple[float, float | None]]:
     """A run's best scores: {name: (its own, OpenAI's for this size and text or None)}."""
-    size = size_of(run.config)
     rows: dict[str, tuple] = {}
     if "train" in run.streams:
         rows["lowest training loss"] = (min(run.streams["train"][1]), None)
     if "val" in run.streams:
-        theirs = OPENAI["val_loss"].get(text_of(run.config), {}).get(size)
-        rows["lowest validation loss"] = (min(run.streams["val"][1]), theirs)
+        rows["lowest validation loss"] = (min(run.streams["val"][1]), openai_loss(run.config))
     if is_scored(run):
-        theirs = OPENAI["hellaswag"]["GPT-2"].get(size)
+        theirs = OPENAI["hellaswag"]["GPT-2"].get(size_of(run.config))
         rows["highest HellaSwag"] = (max(run.streams["hella"][1]), theirs)
     return rows

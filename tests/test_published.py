@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from test_plots import labels, write_run
 import evaluate
 from config import PRESETS, TrainConfig
 from evaluate import Evaluations
+from fineweb import name_after
 from model import GPT, GPTConfig
 from optim import describe_optimizers
 from support import plots, published
@@ -72,11 +74,21 @@ def test_no_two_of_many_runs_look_the_same():
     (asdict(PRESETS["gpt2-muon"]), False),
     (asdict(PRESETS["gpt2-medium"]), False),
     (dict(data_dir="data/fineweb-10B"), False),
+    (dict(vocab_size=50257), True),
+    (dict(vocab_size=32768), False),
     (dict(total_batch_size=65536), False),
     (dict(max_steps=10), False),
 ])  # fmt: skip
 def test_only_a_run_of_the_recipe_is_laid_beside_the_published_ones(changes, is_recipe):
-    assert published.is_recipe(RECIPE | changes) == is_recipe
+    config = RECIPE | changes
+    assert published.is_recipe(config) == is_recipe
+    if is_recipe or "vocab_size" in changes:
+        assert published.openai_loss(config) == (3.2924 if is_recipe else None)
+
+
+def test_openais_loss_is_known_in_the_folder_that_fineweb_makes():
+    config = dict(data_dir=f"data/{name_after('fineweb-10B')}", n_layer=24, n_embd=1024)
+    assert published.openai_loss(config) == 3.083089
 
 
 @pytest.mark.parametrize("step, loss, told", [
@@ -110,14 +122,19 @@ def test_of_the_published_runs_only_the_one_without_warmup_is_told_that_it_lags(
             assert not lags or lags[0] == 500
 
 
-@pytest.mark.parametrize("changes", [{}, {"eval_only": True}, {"max_steps": 100}])
-def test_a_validation_line_says_where_the_run_stands(monkeypatch, changes):
+@pytest.mark.parametrize("vocab_size, changes", [
+    (50257, {}), (1024, {}), (50257, {"eval_only": True}), (50257, {"max_steps": 100})
+])  # fmt: skip
+def test_a_validation_line_says_where_the_run_stands(monkeypatch, vocab_size, changes):
     monkeypatch.setattr(evaluate, "validate", lambda **_: (5.75, None, None))
+    loader = SimpleNamespace(vocab_size=vocab_size)
     config = TrainConfig(**changes)
     parts = dict.fromkeys(("model", "world", "stop", "dtype", "val_loader", "examples"))
-    values = Evaluations(config, **parts).measure_loss(None, 500)
+    values = Evaluations(config, **parts).measure_loss(loader, 500)
     said = evaluate.show(values["figures"])
-    assert ("published runs: 5.30 to 5.33, so this run is 0.42 behind" in said) == (not changes)
+    assert ("published runs: 5.30 to 5.33, so this run is 0.42 behind" in said) == (
+        vocab_size == 50257 and not changes
+    )
 
 
 def test_a_run_of_the_recipe_has_the_band_in_its_picture_and_openais_scores_in_its_report(tmp_path):
