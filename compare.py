@@ -23,7 +23,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from itertools import cycle, pairwise
+from itertools import cycle, pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -131,10 +131,21 @@ if isinstance(settings, tuple):  # in a copy of November 2026, with what was typ
 problems = config.check(settings, 1)
 if not settings.val_every:
     problems.append("val_every is 0, so nothing is measured")
+if getattr(settings, "minutes", 0):
+    problems.append("--minutes would choose for each run anew: type the flags that it prints")
 if problems:
     sys.exit("; ".join(problems))
 print(json.dumps(dataclasses.asdict(settings)))
 """
+
+
+def ask(copy: Path, flags: list[str]) -> tuple[dict[str, Any], str]:
+    """The settings that flags mean to a copy, or its complaint."""
+    command = [sys.executable, "-c", ASK, str(copy), *flags, "--resume=auto"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        return {}, answer.stderr.strip()
+    return json.loads(answer.stdout), ""
 
 
 def read_arm(name: str, text: str, before: list[str]) -> Arm:
@@ -148,11 +159,9 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     if any(flag.partition("=")[0] in OURS for flag in own):
         raise UserError(f"{name}: {text!r} sets what compare.py sets itself: {', '.join(OURS)}")
     flags = [*before, *own]
-    command = [sys.executable, "-c", ASK, str(copy), *flags, "--resume=auto"]
-    answer = subprocess.run(command, capture_output=True, text=True)
-    if answer.returncode:
-        raise UserError(f"{name}: {text!r} is refused\n{answer.stderr.strip()}")
-    settings = json.loads(answer.stdout)
+    settings, complaint = ask(copy, flags)
+    if complaint:
+        raise UserError(f"{name}: {text!r} is refused\n{complaint}")
     data = Path(settings["data_dir"])
     shards = find_shards(data, "train") + find_shards(data, "val")
     recipe = {key: value for key, value in settings.items() if key not in NO_EFFECT}
@@ -180,8 +189,9 @@ def compare_code(base: dict[str, str], code: dict[str, str]) -> str:
     return "".join(patch)
 
 
-def read_sweep(text: str, base: Arm) -> tuple[str, list]:
+def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list]:
     """'learning_rate=4e-3,8e-3' -> the setting's name and its values, in order."""
+    base, *_ = arms
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
     kind: type = type(base.recipe.get(name))
@@ -190,6 +200,10 @@ def read_sweep(text: str, base: Arm) -> tuple[str, list]:
     values = sorted({kind(value) for value in listed.split(",")})
     if len(values) < 2 or values[0] <= 0:
         raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")
+    for arm, value in product(arms, values):
+        _, complaint = ask(arm.copy, [*arm.flags, f"--{name}={value}"])
+        if complaint:
+            raise UserError(f"--sweep {text}: {arm.name} cannot have {value}\n{complaint}")
     return name, values
 
 
@@ -297,6 +311,8 @@ def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> Non
         best, _ = min(arm.tried, key=lambda tried: tried[1] or math.inf)
         arm.tuned = {sweep: best}
         values = widen([value for value, _ in arm.tried], best)
+        if any(ask(arm.copy, [*arm.flags, f"--{sweep}={value}"])[1] for value in values):
+            return  # it is the end of what the setting can be
         trainer.total += len(values)
 
 
@@ -524,7 +540,7 @@ def main(args: list[str]) -> None:
     config = parse_flags(CompareConfig, spaced)
     try:
         arms = read_arms(config)
-        sweep, values = read_sweep(config.sweep, arms[0]) if config.sweep else ("", [])
+        sweep, values = read_sweep(config.sweep, arms) if config.sweep else ("", [])
         if config.seeds < (3 if sweep else 2):
             raise UserError("--seeds: at least 2 to judge, and 1 more to tune a --sweep")
     except ValueError as error:  # a UserError, or "No closing quotation"

@@ -135,6 +135,7 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, 
         return arm.tuned["lr"], arm.tried
 
     monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "ask", lambda _, flags: ({}, "0.000125" in flags[-1]))
     best = 0.017
     assert tune(1e-3, 2e-3)[0] == 0.016
     best = 4e-4
@@ -143,7 +144,8 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, 
     assert tuned == 0.0005
     assert tune(0.2, 0.4)[0] < 0.05, "all diverged: lower ones are tried"
     best = 1e-30
-    assert len(tune(1e-3, 2e-3)[1]) < 20, "it is not sought for ever"
+    assert len(tune(1.1e-3, 2.2e-3)[1]) < 20, "it is not sought for ever"
+    assert tune(1e-3, 2e-3)[0] == 0.00025, "the value below is refused"
     assert compare.widen([3, 6], 3) == [2] and compare.widen([1, 2], 1) == [], "numbers stay whole"
 
 
@@ -419,6 +421,9 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a: --data-dir nowhere"], "does not exist"),
         (["a: --val-every 0"], "nothing is measured"),
         (["a: --n-head 3"], "is not a multiple of n_head 3"),
+        (["a:", "--sweep", "beta2=0.9,1"], "base cannot have 1.0\n"),
+        (["a: --optimizer muon", "--sweep", "embedding_lr=2,4"], "base cannot have 2.0"),
+        (["a:", "--sweep", "n_head=2,3"], "cannot have 3\nn_embd 16 is not a multiple"),
         (["a:", "--seeds", "2", "--sweep", "learning_rate=1,2"], "1 more to tune"),
         (["a:", "--sweep", "learning_rate=1"], "values above 0"),
         (["a:", "--sweep", "shuffle=1,2"], "shuffle is no number"),
@@ -434,3 +439,8 @@ def test_a_mistake_is_reported_before_anything_is_trained(
         compare.main([*where, *arms])
     assert words in str(error.value)
     assert not (tmp_path / "never").exists()
+
+
+def test_minutes_would_choose_another_run_for_each_seed(corpus, asked_here):
+    _, complaint = compare.ask(ROOT, ["--minutes", "3", "--data-dir", str(corpus)])
+    assert complaint == "--minutes would choose for each run anew: type the flags that it prints"
