@@ -8,7 +8,6 @@ python bench.py --against hf --generate    other comparisons, see --help
 """
 
 import json
-import os
 import random
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from benchmarks.tables import CLIMB, COLUMNS, format_table
 from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import Count, CountOrZero, parse_flags, run_script, write_whole
+from support.common import Count, CountOrZero, parse_flags, run_script, usable_cores, write_whole
 from support.compile import why_not_compile
 from support.device import peak_flops, pick_device, pick_dtype
 from support.distributed import start_world
@@ -160,7 +159,7 @@ def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
         B *= 2
         if rows[-1]["speedup"] <= 1:
             break
-    most = (os.cpu_count() or 1) if m.on_cpu else torch.accelerator.device_count()
+    most = usable_cores() if m.on_cpu else torch.accelerator.device_count()
     for n in (2, 4, 8):  # one on each GPU; a CPU is shared
         if n <= most:
             yield m.step(f"{n} processes", n, B=B)

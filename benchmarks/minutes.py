@@ -35,7 +35,7 @@ from config import parse_command_line
 from model import DataLoaderLite
 from support import plots
 from support.common import Positive, Range, parse_flags, run_script, say, write_whole
-from support.device import pick_dtype
+from support.device import keep_to_limit, pick_dtype
 from support.distributed import start_world
 from support.minutes import fit_sizes
 from support.report import describe_run
@@ -90,10 +90,10 @@ def choose_flags(config: MinutesConfig) -> list[str]:
     return fit_sizes(recipe, start_world("cpu")).as_flags() if recipe.minutes else flags
 
 
-def schedule(flags: list[str], updates: int) -> list[str]:
-    """The same sizes, with the recipe that --minutes has for so many updates."""
+def schedule(flags: list[str], updates: int, typed: set[str]) -> list[str]:
+    """The same sizes, with the recipe of --minutes for so many updates, but for what was typed."""
     recipe = parse_command_line(flags)
-    recipe.typed = set()  # all may be chosen again
+    recipe.typed = typed  # all else may be chosen again
     loader = DataLoaderLite(recipe.data_dir, "train", 1, recipe.sequence_length)
     epochs = updates * recipe.total_batch_size / loader.epoch_tokens
     return recipe.scheduled_for(updates, epochs).as_flags()
@@ -155,10 +155,13 @@ def race(config: MinutesConfig, command: str) -> dict:
         if "flags" not in result:
             result["flags"] = choose_flags(config)
         sides = find_sides(config, result["flags"], Path(folder))
-        if "paces" not in result:
-            result["paces"] = find_paces(sides)
-            if parse_command_line(shlex.split(config.recipe)).minutes:
-                result["flags"] = schedule(result["flags"], fit(config, *result["paces"][OURS]))
+        paces = result.setdefault("paces", {})
+        if new := {name: side for name, side in sides.items() if name not in paces}:
+            paces |= find_paces(new)
+            recipe = parse_command_line(shlex.split(config.recipe))
+            if recipe.minutes and OURS in new:
+                updates = fit(config, *paces[OURS])
+                result["flags"] = schedule(result["flags"], updates, recipe.typed)
                 sides = find_sides(config, result["flags"], Path(folder))
             write_whole(record, json.dumps(result, indent=1).encode())
         while missing := find_missing(sides, result["runs"], SEEDS[: config.seeds]):
@@ -196,7 +199,7 @@ def tried(runs: list[dict], name: str) -> list[dict]:
 def in_new_process(train: Callable, *arguments: float) -> list[peers.Point]:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
-        with get_context("spawn").Pool(1) as pool:
+        with get_context("spawn").Pool(1, keep_to_limit) as pool:
             return pool.apply(train, arguments)
 
 

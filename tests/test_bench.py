@@ -173,7 +173,7 @@ def climb(m: Machine, monkeypatch, fits: int, gains: int = 99) -> list[Side]:
             yield dict(error="out of memory") if B > fits else dict(speedup=1 + (B <= gains))
 
     monkeypatch.setattr(bench, "measure", measured)
-    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr(bench, "usable_cores", lambda: 4)
     assert len(list(bench.climb_ladder(m))) == len(seen)
     return seen
 
@@ -240,7 +240,7 @@ def test_a_side_that_fails_says_why_and_the_next_has_the_base_before_it(alive, n
 def test_a_result_is_written_as_a_table_and_json_which_plan_reads(monkeypatch, capsys, tmp_path):
     """Of a ladder without techniques: an update by one process, then by two."""
     monkeypatch.setattr(bench, "TECHNIQUES", {})
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    monkeypatch.setattr(bench, "usable_cores", lambda: 2)
     flags = "--model tiny --sequence-length 16 --batch-size 1 --max-batch 1 --rounds 1 --no-compile"
     bench.main([*flags.split(), "--device", "cpu", "--out", str(tmp_path / "here")])
     printed = capsys.readouterr().out
@@ -267,6 +267,7 @@ def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_mea
     words = [text.get_text() for text in axis.texts]
     assert len([word for word in words if word.endswith(": measured")]) == 2
     assert "3,046,409   4,723.1 ×" in words and "16,384 (1,000 ms)" in words
+    assert "133 (30,695 ms)   2.0 ×" in words, "as in the table, not 133 / 89"
     with pytest.raises(UserError, match=r"name a record of bench.py's ladder"):
         plot_climbs([ROOT / "benchmarks" / "cpu-against.json"])
     failed = json.loads(Path(record).read_text())

@@ -206,12 +206,13 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
 
     monkeypatch.setattr(minutes, "in_new_process", run)
     flags = ["--data-dir", str(shards), "--minutes", "1", "--seeds", "1", "--out"]
-    race = [*flags, str(tmp_path / "budget-1"), "--recipe=--minutes 1"]
+    race = [*flags, str(tmp_path / "budget-1"), "--recipe=--minutes 1 --weight-decay 0.4"]
     minutes.main(race)
     record = tmp_path / "budget-1.json"
     result = json.loads(record.read_text())
     chosen, updates, rate = asked[-1]
     assert updates == 96 == chosen.max_steps, "110 fit, of which 96 are a multiple of 16"
+    assert chosen.weight_decay == 0.4, "as typed"
     recipe = choose_recipe(96, 1.0, chosen.n_embd, "muon")
     assert chosen.learning_rate == rate == recipe["learning_rate"]
     sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
@@ -223,6 +224,10 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     monkeypatch.setattr(minutes, "fit_sizes", None)
     minutes.main(race)
     assert json.loads(record.read_text()) == result and len(asked) == minutes.TURNS + 1
+    del result["paces"][minutes.ADAMW]  # in a record of before this side was raced
+    record.write_text(json.dumps(result | dict(runs=result["runs"][:1])))
+    minutes.main(race)
+    assert json.loads(record.read_text())["runs"] == result["runs"]
     later = json.loads(record.read_text())
     later["config"]["minutes"] = 3
     [axis] = minutes.plot_budgets([later, result]).axes
