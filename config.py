@@ -159,11 +159,11 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
     def sized_for(self: Config, operations: float, vocab_size: int, processes: int) -> Config:
         """The settings with sizes for so many operations, and the recipe for max_steps so far."""
         typed = {name: getattr(self, name) for name in self.typed}
-        chosen = choose_sizes(operations, vocab_size, typed)
-        at_once = processes * max(1, self.batch_size) * chosen["sequence_length"]
+        chosen: dict[str, Any] = choose_sizes(operations, vocab_size, typed)
+        at_once = processes * max(1, typed.get("batch_size", 0)) * chosen["sequence_length"]
         chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
         # HellaSwag needs a network, and small models only guess
-        chosen |= dict(hellaswag_every=0, checkpoint_minutes=5.0)
+        chosen |= dict(hellaswag_every=0, checkpoint_minutes=5.0, batch_size=0)
         return self.with_chosen(chosen).scheduled_for(self.max_steps, epochs=1)
 
     def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
@@ -385,9 +385,9 @@ def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> N
 
 def check(config: TrainConfig, world_size: int) -> list[str]:
     """All problems of a configuration, a sentence each, before anything is allocated."""
-    problems = out_of_range(config)  # the other checks divide by these values
-    wrong = wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
-    return problems or wrong
+    if problems := out_of_range(config):  # the other checks divide by these values
+        return problems
+    return wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
 
 
 NEEDS = {  # a typed flag has no effect unless another one has this value

@@ -156,7 +156,8 @@ def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
     config = config.sized_for(seconds * per_second, vocab_size, config.gpus)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
-    steps, every = divide_time(config, seconds, config.total_batch_size / rate, evaluation=0)
+    steps, times = divide_time(config, seconds, config.total_batch_size / rate, evaluations={})
+    every = math.ceil(max(1, steps) / times)
     config = config.with_chosen(dict(val_every=every, sample_every=every))
     return config.scheduled_for(max(1, steps), epochs=1)
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.common import UsageError, UserError, beside_script
+from support.common import UsageError, UserError, beside_script, out_of_range
 from support.device import dtype_name, peak_flops, pick_dtype
+from support.sharding import unsharded
 from support.tokenizer import tokenizer_of_data
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ EPOCHS = 20  # more of them would only memorize the text: docs/minutes.md
 SLOWER = 1.1  # an update than in the rehearsal: in two runs 10 and 18%
 REHEARSED = 20  # updates, at most
 REHEARSING = 0.05  # of the time, at most, for them
+EVERY = {"val": "val_every", "hella": "hellaswag_every", "samples": "sample_every"}
 
 
 def is_open(config: TrainConfig) -> bool:
@@ -45,7 +47,7 @@ def is_open(config: TrainConfig) -> bool:
 
 def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     """The settings with sizes for the operations that fit the time. Measures matmuls."""
-    if not is_open(config) or not Path(config.data_dir).is_dir():
+    if not is_open(config) or not Path(config.data_dir).is_dir() or out_of_range(config):
         return config
     dtype, _ = pick_dtype(world.device, config.dtype, anywhere=world.any)
     peak, _ = peak_flops(world.device, dtype, patience=1)
@@ -71,7 +73,7 @@ def fit_schedule(
     with redirect_stdout(io.StringIO()):
         run = build(config)
         until = time.perf_counter() + REHEARSING * 60 * config.minutes
-        update, evaluation = rehearse(run, make_update, until)
+        update, evaluations = rehearse(run, make_update, until)
     loader = run.train_loader
     found = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
     epoch = loader.epoch_tokens / config.total_batch_size  # updates
@@ -82,18 +84,19 @@ def fit_schedule(
         torch.cuda.empty_cache()
     spent = time.perf_counter() - began
     left = AIM * 60 * config.minutes - spent - LAST
-    steps, every = world.broadcast(divide_time(config, left, SLOWER * update, evaluation))
+    steps, times = world.broadcast(divide_time(config, left, SLOWER * update, evaluations))
     if steps < 10:
         raise UserError(
             f"--minutes {config.minutes:g}: no ten updates fit the time, after {spent:.0f} s of "
             f"start-up, at {update:.1f} s each: give more minutes, or type smaller sizes"
         )
     if steps > EPOCHS * epoch:
-        steps = int(EPOCHS * epoch)
+        steps = max(1, int(EPOCHS * epoch))
         world.say(f"minutes: the text is short: more than {EPOCHS} epochs would only memorize it")
     config = config.scheduled_for(steps, steps / epoch)
     if config.warmup_steps >= steps:
         raise UsageError(f"--warmup-steps {config.warmup_steps}: only {steps} updates fit the time")
+    every = math.ceil(steps / times)
     config = config.with_chosen(found | dict(val_every=every, sample_every=every))
     per_parameter = steps * config.total_batch_size / num_params
     world.say(
@@ -104,18 +107,18 @@ def fit_schedule(
     return config
 
 
-def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, float]:
-    """Seconds of an update and of the evaluations, once they are compiled. It spoils the run.
+def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict[str, float]]:
+    """Seconds of an update and of each evaluation, once they are compiled. It spoils the run.
 
     until: when it ends, by the clock, though not before the second update.
     """
-    evaluations = [measure for _, measure in run.evaluations.schedule.values()]
-    seconds = []
-    for _ in range(2):  # the first time compiles
-        start = time.perf_counter()
-        for measure in evaluations:
-            measure(0)
-        seconds.append(time.perf_counter() - start)
+    seconds = {}
+    with unsharded(run.model, run.config.sharding):
+        for name, (every, measure) in 2 * list(run.evaluations.schedule.items()):
+            start = time.perf_counter()
+            if every:
+                measure(0)
+                seconds[name] = time.perf_counter() - start  # the second time: the first compiles
     updates = []
     for n in range(1 + REHEARSED):
         start = time.perf_counter()
@@ -124,22 +127,26 @@ def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, floa
         if n and run.world.broadcast(time.perf_counter() > until):
             break
     run.stop.read_vote()
-    return median(updates[1:]), seconds[1]
+    return median(updates[1:]), seconds
 
 
 def divide_time(
-    config: TrainConfig, left: float, update: float, evaluation: float
+    config: TrainConfig, left: float, update: float, evaluations: dict[str, float]
 ) -> tuple[int, int]:
-    """How many updates fit the time that is left, and after how many each evaluation comes.
+    """How many updates fit the time that is left, and how many times what is evaluated meanwhile.
 
-    update, evaluation: their seconds. There is one evaluation more, at step 0.
+    update, evaluations: their seconds. All are evaluated once more, at step 0. Those whose
+    frequency was typed cost each update its share.
     """
-    evaluations = max(2, min(10, int(EVALUATING * left / max(evaluation, 0.01))))
-    if "val_every" in config.typed and config.val_every:  # each update costs its share
-        evaluations = 0
-        update += evaluation / config.val_every
-    steps = int((left - (1 + evaluations) * evaluation) / update)
-    return steps, math.ceil(max(1, steps) / max(1, evaluations))
+    left -= sum(evaluations.values())
+    free = 0.0
+    for name, seconds in evaluations.items():
+        if EVERY[name] in config.typed:
+            update += seconds / getattr(config, EVERY[name])
+        else:
+            free += seconds
+    times = max(2, min(10, int(EVALUATING * left / max(free, 0.01))))
+    return int((left - times * free) / update), times
 
 
 def as_command(config: TrainConfig, world: World) -> str:

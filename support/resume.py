@@ -91,8 +91,14 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     """
     if not config.minutes or config.resume == "none":
         return config
-    folder = config.log_dir if config.resume == "auto" else candidates_for(config)[0].parent
+    candidates = candidates_for(config)
+    folder = config.log_dir if config.resume == "auto" else candidates[0].parent
     starts = world.broadcast(starts_of(records_of(folder)))
+    if not starts and any(path.exists() for path in candidates):
+        raise UsageError(
+            f"--minutes: {folder} has no metrics.jsonl, which says what was chosen: type the flags "
+            "of that run instead"
+        )
     if not starts:
         return config
     before = starts[-1]["config"]
@@ -103,7 +109,10 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
             "in another --log-dir, without --resume"
         )
     own = ("log_dir", "resume", "overwrite", "find_nan", "eval_only", "init_from")
-    config = config.with_chosen({k: v for k, v in before.items() if k not in own})
+    chosen = {k: v for k, v in before.items() if k not in own}
+    if chosen["total_batch_size"] // chosen["sequence_length"] // world.size % chosen["batch_size"]:
+        del chosen["batch_size"]  # on more processes, another one must fit
+    config = config.with_chosen(chosen)
     config.typed = config.typed | {"max_steps"}  # nothing is left to choose
     return config
 
@@ -157,7 +166,10 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     path = Path(config.resume)
     if lies_in(path, config.log_dir):  # the run's own, however it was typed
         path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
-    return checkpoint.checkpoints(path)[::-1] or [path]
+    own = checkpoint.checkpoints(path)[::-1]
+    if not own and (path / "metrics.jsonl").exists():
+        raise UsageError(f"--resume {config.resume}: the run there has saved no checkpoint yet")
+    return own or [path]
 
 
 def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:

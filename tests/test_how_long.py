@@ -26,7 +26,8 @@ from support.tokenizer import FILE, train_vocabulary
 CHOSEN = ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_size")
 CHOSEN += ("batch_size", "max_steps", "warmup_steps", "learning_rate", "weight_decay")
 TYPED = ("", "--n-layer 7", "--n-head 5", "--n-embd 100", "--sequence-length 100")
-TYPED += ("--batch-size 6", "--sequence-length 48 --batch-size 7", "--optimizer adamw")
+TYPED += ("--preset quickstart", "--optimizer adamw", "--batch-size 6")
+TYPED += ("--sequence-length 48 --batch-size 7",)
 
 
 @given(
@@ -42,6 +43,7 @@ def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     sized = config.sized_for(10**exponent, vocab_size, processes)
     more = config.sized_for(10 ** (exponent + 1), vocab_size, processes)
     assert not wrong_sizes(sized, processes)
+    assert sized.batch_size == 0 or "--batch-size" in typed, "a preset's fits other sizes"
     assert sized.n_embd // sized.n_head >= min(64, sized.n_embd) or "--n-head" in typed
     assert more.n_layer * more.n_embd**2 >= sized.n_layer * sized.n_embd**2
     run = sized.scheduled_for(1000, epochs=3)
@@ -94,6 +96,7 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
     steps = configs[0]["max_steps"]
     assert steps == 20 * 11 * 16 // 32, "the text's 11 sequences are read twenty times"
+    assert configs[0]["val_every"] <= steps / 2, "however many updates would have fitted"
 
     log_dir = tmp_path / "a"
     checkpoints = sorted(log_dir.glob("ckpt_*"))
@@ -108,9 +111,17 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
     other = start(text, log_dir, "--resume", "auto", "--minutes", 8, expect=2)
     assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
 
+    sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / "last")
+    start(text, log_dir, "--resume", "auto", **two_ranks())
+    assert read_records(log_dir, "resume")[-1]["batch_size"] == 1, "2 sequences, for two"
+    (log_dir / "metrics.jsonl").unlink()
+    lost = start(text, log_dir, "--resume", "auto", expect=2)
+    assert f"{log_dir} has no metrics.jsonl, which says what was chosen" in lost.stderr
 
-def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path):
-    flags = ("--learning-rate", "0.003", "--val-every", 60)
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path, sharding):
+    flags = ("--learning-rate", "0.003", "--val-every", 60, "--sharding", sharding)
     done = start(text, tmp_path / "log", *flags, **two_ranks())
     [run] = read_records(tmp_path / "log", "run")
     assert (run["config"]["learning_rate"], run["config"]["val_every"]) == (0.003, 60)
@@ -118,14 +129,24 @@ def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path):
     assert f"again: {as_typed('torchrun')} --standalone --nproc_per_node=2 /" in done.stdout
 
 
-@pytest.mark.parametrize("typed, update", [("", 0.1), ("", 2.0), ("--val-every 20", 0.5)])
+@pytest.mark.parametrize("typed, update", [
+    ("", 0.1), ("", 2.0), ("--val-every 20", 0.5), ("--hellaswag-every 90 --sample-every 5", 0.5),
+])  # fmt: skip
 def test_updates_and_evaluations_fill_the_time_that_is_left(typed, update):
     config = parse_command_line(["--minutes", "3", *typed.split()])
-    steps, every = minutes.divide_time(config, 120, update, evaluation=1.0)
-    every = config.val_every if typed else every
-    evaluations = 1 + -(-steps // every)
-    assert 120 - 2 * update - 1 < steps * update + evaluations <= 120 + 1
-    assert typed or 3 <= evaluations <= 1 + max(2, minutes.EVALUATING * 120)
+    seconds = dict(val=0.7, samples=0.3)
+    if "hella" in typed:
+        seconds["hella"] = 20.0
+    steps, times = minutes.divide_time(config, 120, update, seconds)
+    spent, free = steps * update, 0.0
+    for name, once in seconds.items():
+        if (flag := minutes.EVERY[name]) in config.typed:
+            spent += once * (1 + steps / getattr(config, flag))
+        else:
+            spent += once * (1 + times)
+            free += once
+    assert 120 - 2 * update - 1 < spent <= 120 + 1
+    assert times == 2 or (times <= 10 and times * free <= minutes.EVALUATING * 120)
 
 
 def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
@@ -137,6 +158,8 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
     assert "256" in done.stderr and "Traceback" not in done.stderr
     done = start(text, tmp_path / "log", "--warmup-steps", 999, expect=2)
     assert "--warmup-steps 999: only 110 updates fit the time" in done.stderr
+    done = start(text, tmp_path / "log", "--n-head", 0, expect=2)
+    assert "--n-head 0: it must be at least 1" in done.stderr
     done = start(tmp_path / "none", tmp_path / "log", expect=2)
     assert f"does not exist: make it with {as_typed('python')} " in done.stderr
 
@@ -146,10 +169,11 @@ def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     seconds = iter([0, 9, 9, 10, 10, 30, 30, 31, 31, 31, 32, 36])
     run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (1, lambda step: None)}))
     run.world = World(torch.device("cpu"))
+    run.model, run.config = torch.nn.Linear(1, 1), SimpleNamespace(sharding="ddp")
     run.stop = SimpleNamespace(read_vote=lambda: None)
     rates = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(seconds))
         paces = minutes.rehearse(run, lambda run, lr: rates.append(lr), until=35)
-    assert paces == (1, 1), "the first ones, of 9 and 20 s, compiled"
+    assert paces == (1, {"val": 1}), "the first ones, of 9 and 20 s, compiled"
     assert rates == [0, 0, 0]

@@ -1068,6 +1068,8 @@ def test_a_launchers_variables_without_the_launcher_are_named_or_harmless(
     ("--overwrite --resume auto", "--overwrite starts over, and --resume auto goes on"),
     ("--overwrite --init-from {log}/ckpt_000002", "--overwrite would delete --init-from's model"),
     ("--min-lr-frac 5", "--min-lr-frac 5.0: it must be at least 0 and at most 1"),
+    ("--sequence-length 0", "--sequence-length 0: it must be at least 1"),
+    ("--n-head 0", "--n-head 0: it must be at least 1"),
     ("--preset quickstart --optimizer adamw", ""),  # nobody typed the rate of embeddings
     ("--optimizer muon --embedding-lr 2 --decay wsd --decay-frac 0.5", ""),
 ])  # fmt: skip
