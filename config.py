@@ -336,14 +336,14 @@ def choose_recipe(max_steps: int, epochs: float, n_embd: int, optimizer: str) ->
     (0.006, 0.3, 40)
     """
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3)
-    rate /= 4 if optimizer == "adamw" else 1
+    rate /= 1 if optimizer == "muon" else 4
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),
         learning_rate=float(f"{rate:.2g}"),
         weight_decay=round(min(0.5, max(0.1, 0.05 * epochs)), 2),
         optimizer=optimizer,
-        embedding_lr=1.0 if optimizer == "adamw" else 4.0,
+        embedding_lr=4.0 if optimizer == "muon" else 1.0,
         decay="linear",
         min_lr_frac=0.0,
     )

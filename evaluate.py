@@ -175,9 +175,9 @@ def validate(
                     x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
                     y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
                     hidden = model.hidden(x)
-                    total += model.loss(hidden, y).to(total) * count
+                    total += model.loss(hidden, y).to(on).double() * count
                     is_eot = y == tokenizer.eot
-                    eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(total).sum()
+                    eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(on).double().sum()
             stop.vote()
     sums = world.sum(torch.stack([total, eot_nats, *amounts.to(on)]))
     total, eot_nats, num_bytes, num_characters = sums.tolist()

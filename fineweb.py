@@ -185,6 +185,8 @@ def hold_out(
             held_out = total
         elif total > held_out and total >= 2 * max(size, val_tokens):
             break
+    if num_files and not held_out:
+        raise UserError("what is named for validation holds no text: name other files")
     wanted = held_out or val_tokens
     if not wanted:
         wanted = size if total >= 2 * size else max(1, total // 20)
@@ -349,13 +351,17 @@ def shard_text(
     """Fills the folder from text -> its vocabulary, and which part of it is for validation."""
     files = find_sources(manifest["options"], manifest["sources"])
     if (given or config.vocab_size) and not files[0].held_out:
-        most = 4 * config.max_tokens or math.inf  # bytes; about four are a token
-        manifest["split"] = manifest.get("split") or find_split(files, most)
+        manifest["split"] = manifest.get("split") or find_split(files, most_bytes(config))
         files = split(files, manifest["split"])
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
     return tokenizer, describe_held_out(files[0])
+
+
+def most_bytes(config: Config) -> float:
+    """How much text --max-tokens leaves, about: a token is four bytes."""
+    return 4 * config.max_tokens or math.inf
 
 
 def describe_held_out(file: File) -> str:
@@ -386,8 +392,9 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
     if {*splits.values()} != {"train", "val"}:
         raise UserError(f"{source}: it has no files like *_train_000001.bin and *_val_000000.bin")
     manifest["sources"][source] = info.sha
-    write_manifest(folder, manifest)  # the folder's files belong to it, also after a kill
     shards = manifest["shards"]
+    if shards or not (folder / MANIFEST).exists():
+        write_manifest(folder, manifest)  # the folder's files belong to it, also after a kill
     most = options["max_tokens"] or math.inf
     ordered = sorted(splits, key=lambda name: (splits[name] == "train", name))
     for name in ordered[len(shards) :]:
@@ -400,6 +407,8 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
         lfs = files[name].lfs
         announced = lfs.sha256 if lfs else None
         num_tokens, documents, sha256 = check_ready(folder / name, tokenizer.eot, announced)
+        if not shards:
+            begin_folder(folder, manifest, tokenizer, name)
         shards.append({"name": name, "split": splits[name], "tokens": num_tokens, "sha256": sha256})
         manifest["tokens"] += num_tokens
         manifest["counts"]["documents"] += documents
@@ -442,7 +451,7 @@ def choose_tokenizer(
     if config.vocab_size:
         size = config.vocab_size
         if size == "auto":
-            size = choose_vocab_size(find_size(files))
+            size = choose_vocab_size(find_size(files, most_bytes(config)))
         tokenizer = train_vocabulary(read_for_vocabulary(files, benchmark), size)
         if tokenizer.vocab_size < size:
             fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
@@ -452,7 +461,7 @@ def choose_tokenizer(
     return tokenizer
 
 
-def choose_vocab_size(num_bytes: int) -> int:
+def choose_vocab_size(num_bytes: float) -> int:
     """How many tokens a vocabulary for a text of so many bytes gets: docs/minutes.md.
 
     >>> [choose_vocab_size(megabytes * 10**6) for megabytes in (1, 10, 100)]
@@ -511,6 +520,22 @@ def write_shards(
     write_manifest(folder, manifest)
 
 
+def begin_folder(folder: Path, manifest: dict, tokenizer: Tokenizer, first: str) -> None:
+    """Writes the manifest, and the vocabulary if it is its own; with --overwrite, removes the old.
+
+    first: the name of the first shard, which is about to be in the manifest.
+    """
+    if (folder / MANIFEST).exists():  # --overwrite
+        with suppress(UserError):  # of a damaged one, nobody knows the shards
+            names = {shard["name"] for shard in read_manifest(folder)["shards"]}
+            for old in names - {first}:
+                (folder / old).unlink(missing_ok=True)
+    write_manifest(folder, manifest)
+    (folder / FILE).unlink(missing_ok=True)
+    if "tokenizer" in manifest:
+        write_whole(folder / FILE, tokenizer.json.encode())
+
+
 def save_shard(
     folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer, shard: Packed
 ) -> None:
@@ -520,17 +545,10 @@ def save_shard(
     """
     slices, (place, counts), done = shard
     index = len(manifest["shards"])
-    if index == 0:
-        if (folder / MANIFEST).exists():  # --overwrite
-            with suppress(UserError):  # of a damaged one, nobody knows the shards
-                for old in read_manifest(folder)["shards"]:
-                    (folder / old["name"]).unlink(missing_ok=True)
-        write_manifest(folder, manifest)
-        (folder / FILE).unlink(missing_ok=True)
-        if "tokenizer" in manifest:
-            write_whole(folder / FILE, tokenizer.json.encode())
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
+    if index == 0:
+        begin_folder(folder, manifest, tokenizer, name)
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
     read = files[: place.last_file + 1]  # and, ahead of us, perhaps others

@@ -31,7 +31,7 @@ from support.compile import why_not_compile
 from support.device import pick_device, pick_dtype
 from support.generation import compile_step, stream_texts
 from support.hf import check_vocabulary
-from support.log import read_metrics
+from support.log import read_metrics, starts_of
 from support.tokenizer import replace_surrogates
 
 PROMPT = "Hello, I'm a language model,"
@@ -96,9 +96,8 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
 
 def own_prompt(model: str) -> str:
     """What the run continued whose checkpoint this is; of other models, the trainer's default."""
-    records = read_metrics(Path(model).parent / "metrics.jsonl")
-    own = records[0].get("config", {}).get("sample_prompt") if records else None
-    return own or PROMPT
+    starts = starts_of(read_metrics(Path(model).parent / "metrics.jsonl", updates=False))
+    return starts[-1]["config"].get("sample_prompt", PROMPT) if starts else PROMPT
 
 
 def fill_in(config: SampleConfig) -> SampleConfig:
@@ -111,8 +110,7 @@ def fill_in(config: SampleConfig) -> SampleConfig:
     return replace(
         config,
         model=model,
-        prompt=own_prompt(model) if is_bare else config.prompt,
-        num_samples=config.num_samples or (5 if is_bare else 1),
+        num_samples=config.num_samples or (5 if is_bare and config.temperature else 1),
         max_new_tokens=config.max_new_tokens or (30 if is_bare else 100),
     )
 
@@ -122,7 +120,8 @@ def main(args: list[str]) -> None:
     if config.interactive and config.prompt is not None:
         raise UsageError("--interactive asks for prompts: leave --prompt out")
     config = fill_in(config)
-    prompts = [] if config.prompt is None else read_prompts(config.prompt)
+    own = [own_prompt(config.model)]
+    prompts = own if config.prompt is None else read_prompts(config.prompt)
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")

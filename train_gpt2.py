@@ -73,9 +73,8 @@ def train_step(
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
         stop.read_vote()
-        x, y = loader.next_batch()
-        x = x.to(world.device, non_blocking=True)
-        y = y.to(world.device, non_blocking=True)
+        batch = loader.next_batch()
+        x, y = (part.to(world.device, non_blocking=part.is_pinned()) for part in batch)
         sharding.sync_gradients(model, strategy, micro_step == grad_accum_steps - 1)
         with device.autocast(world.device, dtype):
             _, loss = model(x, y)
@@ -350,7 +349,7 @@ def loop(run: Run) -> None:
         progress.step += 1
         progress.cursor = run.train_loader.cursor
         progress.evaluated = False
-        progress.losses["training loss of the last update"] = loss
+        progress.losses = {"training loss of the last update": loss}  # no earlier model's
 
 
 def make_update(run: Run, lr: float) -> tuple[float, float, bool]:

@@ -7,7 +7,7 @@ import numpy as np
 
 NGRAM = 13  # words in a row that two texts do not share by chance (GPT-3 paper, appendix C)
 MARGIN = 200  # characters that are cut out on both sides of them
-MOST_CUTS = 10  # a document with more cuts is dropped
+MOST_CUTS = 10  # a document with more cuts is dropped; of a long text, with more in 100,000
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio: its powers spread hashes well
 PUNCTUATION = re.compile(r"[^\w\s]|_")
 
@@ -47,7 +47,7 @@ def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
     """Cuts the NGRAM words of each match, and a MARGIN on both sides, out of a text.
 
     Returns the (start, end) of each remaining piece of at least a MARGIN, and the number of cuts.
-    After more than MOST_CUTS cuts, no piece remains.
+    After too many cuts, no piece remains.
     """
     if not matches:
         return [(0, len(text))], 0
@@ -61,6 +61,6 @@ def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
         end = words[match + NGRAM - 1][1] + MARGIN
     cuts = len(pieces)
     pieces.append((end, len(text)))
-    if cuts > MOST_CUTS:
+    if cuts > MOST_CUTS * max(1, len(text) / 100_000):  # a .txt comes in stretches of a megabyte
         return [], cuts
     return [(start, end) for start, end in pieces if end - start >= MARGIN], cuts

@@ -72,7 +72,8 @@ def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
 def refuse_old_gpu(device: torch.device) -> None:
     """Raises UserError if this PyTorch has no code for so old a GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    known = [int(arch.rpartition("_")[2].rstrip("af")) for arch in torch.cuda.get_arch_list()]
+    names = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]  # not AMD's
+    known = [int(name.removeprefix("sm_").rstrip("af")) for name in names]
     if known and 10 * major + minor < min(known):
         name = torch.cuda.get_device_name(device)
         raise UserError(

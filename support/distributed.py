@@ -218,7 +218,7 @@ class Stop:
 
     def remember(self, number: int, _frame: FrameType | None) -> None:
         if self.interrupted and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            os._exit(128 + signal.SIGINT)  # an exception would wait for the thread that writes
         self.interrupted = True
 
     @contextmanager

@@ -131,7 +131,8 @@ def stream(
     window = model.config.block_size
     contexts = [list(prompt) for prompt in prompts]  # what each row can look at
     longest = max(map(len, contexts)) + max_new_tokens
-    cache = KVCache(model, len(contexts), min(window, longest))
+    rounded = -(-longest // 256) * 256  # few sizes, because compile_step compiles each anew
+    cache = KVCache(model, len(contexts), min(window, rounded))
     token = None
     for _ in range(max_new_tokens):
         too_long = [context for context in contexts if len(context) > window]

@@ -224,9 +224,8 @@ def download_pretrained(name: str) -> Path:
     if not HUB_NAME.fullmatch(name) or (owner and os.path.isdir(owner)):  # a misspelt path
         raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
-        directory = snapshot_download(
-            name, allow_patterns=["config.json", FILE, "vocab.json", "model*.safetensors*"]
-        )
+        files = ["config.json", FILE, "tokenizer_config.json", "vocab.json", "model*.safetensors*"]
+        directory = snapshot_download(name, allow_patterns=files)
         if not any(Path(directory).glob("model*.safetensors")):  # an older repository
             snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     return Path(directory)
@@ -253,12 +252,20 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
 
 
 def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
-    """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
+    """Raises UserError if changed code wrote the files, and make() is not changed as it was.
+
+    Where only make() is changed, it says so: that is how one begins with a GPT-2's weights.
+    """
     written = files.fingerprint
-    if written is None:
-        return
-    with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
+    with reading(f"the model in {files.origin}"), torch.device("meta"):
         ours = make().fingerprint
+    if written is None:
+        if ours.difference:
+            say_once(
+                f"{files.origin} is a GPT-2, but this code is not ({ours.difference}): with these "
+                "weights it computes something else"
+            )
+        return
     if ours.logits == written.logits == []:  # neither tiny model runs
         return
     expected = torch.tensor(written.logits)

@@ -111,25 +111,27 @@ def of_type(records: list[dict], type: str) -> list[dict]:
 def figures(records: list[dict], about: dict) -> dict[str, str]:
     """A run in figures: {name: figure and unit}. about: the record of its last start."""
     rows = {"parameters": f"{about['parameters']:,}"}
+    at_end = [record for record in records if record.get("step") == records[-1].get("step")]
     if updates := of_type(records, "train"):
         last = (of_type(records, "end") or updates)[-1]
-        speed = statistics.median(update["tokens_per_sec"] for update in updates)
+        here = [u for u in updates if u["step"] >= about.get("step", 0)] or updates  # its machine
+        speed = statistics.median(update["tokens_per_sec"] for update in here)
         losses = [update["loss"] for update in updates if update["loss"] is not None][-RECENT:]
         memory = max(record["memory"] for record in [*updates, last])
         rows["training"] = f"{len(updates):,} updates, {updates[-1]['tokens']:,} tokens"
         rows["time"] = f"{duration(last['wall'])} (hours:minutes:seconds), with evaluations"
         rows["speed"] = f"{speed:,.0f} tokens/s: median of the updates"
-        if mfus := [update["mfu"] for update in updates if "mfu" in update]:
+        if mfus := [update["mfu"] for update in here if "mfu" in update]:
             rows["MFU"] = f"{statistics.median(mfus):.1%}: median of the updates"
         rows["memory"] = f"{memory / 1e9:.2f} GB at most, in one process"
         loss = statistics.fmean(losses)
         rows["training loss"] = f"{loss:.4f}, mean of the last {len(losses)}"
-        if vals := of_type(records, "val"):
+        if vals := of_type(at_end, "val"):
             gap = vals[-1]["val_loss"] - loss
             rows["validation minus training"] = f"{gap:+.4f}: grows as the model memorizes its text"
         if last.get("best"):
             rows["best checkpoint"] = describe_best(last["best"])
-    for record in records:  # the last evaluation of each kind
+    for record in at_end:
         rows |= {name.rstrip(":"): figure for name, figure in record.get("figures", {}).items()}
         if record.get("nats_per_character"):
             rows["nats/character"] = f"{record['nats_per_character']:.4f}"
@@ -160,8 +162,10 @@ def last_words(config: TrainConfig, last_saved: Path | None, progress: Progress)
         lines["The best:"] = f"{log_dir}/{describe_best(progress.best_saved)}"
     commands = {}
     if last_saved:
-        where = shlex.join([str(last_saved), "--prompt", config.sample_prompt])
-        commands["Sample it:"] = ("sample.py", f"--model {where}")
+        where = ["--model", str(last_saved)]
+        if not config.sample_prompt.startswith(("@", "-")):  # else it is sample.py's own by default
+            where += ["--prompt", config.sample_prompt]
+        commands["Sample it:"] = ("sample.py", shlex.join(where))
     if config.data_dir in ("data/stdlib", "data/tinyshakespeare", "data/python"):
         mine = "--data-dir data/mine"
         commands["Your own text:"] = ("fineweb.py", f"--source my.txt --vocab-size auto {mine}")

@@ -167,8 +167,9 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     if lies_in(path, config.log_dir):  # the run's own, however it was typed
         path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
     own = checkpoint.checkpoints(path)[::-1]
-    if not own and (path / "metrics.jsonl").exists():
-        raise UsageError(f"--resume {config.resume}: the run there has saved no checkpoint yet")
+    is_one = checkpoint.NAME.fullmatch(path.name) or (path / checkpoint.STATE).exists()
+    if not own and not is_one:
+        raise UsageError(f"--resume {config.resume}: no checkpoint is there")
     return own or [path]
 
 
@@ -286,8 +287,10 @@ def restore(
         scaler.load_state_dict(state["scaler"])
     loader.load_state_dict(state)
     progress = Progress.from_saved(state)
-    if not is_own(config, resumed_from):
-        progress.best_saved = None  # its checkpoint is not in this log_dir
+    best = progress.best_saved
+    is_here = best and checkpoint.path_of(config.log_dir, best["step"]).exists()
+    if not is_here or state["config"]["val_tokens"] != config.val_tokens:
+        progress.best_saved = None  # its checkpoint is elsewhere or gone, or its loss is another
     return progress
 
 

@@ -315,14 +315,14 @@ def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Itera
             return
 
 
-def find_size(files: list[File]) -> int:
-    """The bytes of the text to train on, as far as VOCABULARY_TEXT."""
+def find_size(files: list[File], most: float) -> float:
+    """The bytes of the text to train on, at most `most`, as far as VOCABULARY_TEXT."""
     size = 0
     for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
         size += num_bytes(text)
-        if size >= VOCABULARY_TEXT:
+        if size >= min(VOCABULARY_TEXT, most):
             break
-    return size
+    return min(size, most)
 
 
 def num_bytes(text: str) -> int:
@@ -394,6 +394,8 @@ def read_jsonl(path: str, column: str) -> Iterator[Text]:
     begun = False
     with open_file(path) as file:
         for number, line in enumerate(file, 1):
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)
             if not line.strip():
                 continue
             with reading(f"{path}, line {number}, as a JSON object,"):

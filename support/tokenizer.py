@@ -187,6 +187,8 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     if str(name) == "gpt2":
         return gpt2()
     path = Path(name)
+    if (path / "manifest.json").exists() or (path / "config.json").exists():
+        return tokenizer_of_data(path)  # GPT-2's have no file
     path = path / FILE if path.is_dir() else path
     with reading(path):
         tokenizer = parse(path.read_text("utf-8"))
@@ -232,7 +234,7 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
             if theirs.get("add_prefix_space") or not is_known:
                 raise UserError(f"{settings} is of a tokenizer that splits text otherwise")
     if (Path(directory) / FILE).exists():
-        return read_tokenizer(directory)
+        return read_tokenizer(Path(directory) / FILE)
     old = Path(directory) / "vocab.json"  # what older models have instead
     if old.exists():
         with reading(old):

@@ -203,6 +203,7 @@ def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd").write(lines)
     (tmp_path / "b.JSON").write_text("\n" + json.dumps(rows, indent=1))
+    (tmp_path / "bb.json").write_bytes(codecs.BOM_UTF8 + json.dumps(rows).encode())
     (tmp_path / "c.JSONL").write_bytes(codecs.BOM_UTF8 + lines)
     pq.write_table(pa.table({"text": ["one", None, "two\n"]}), tmp_path / "d.parquet")
     for path in sorted(tmp_path.iterdir()):
@@ -336,6 +337,10 @@ def test_a_match_is_cut_with_200_characters_on_each_side():
     text = "c " * 250 + (run + " b" * 210 + " ") * 10
     left, cuts = cut_out(text, benchmark.find(text))
     assert cuts == 10 and left == [(0, 300), (len(text) - 221, len(text))]
+    many = (run + " c" * 300 + " ") * 11
+    assert cut_out(many, benchmark.find(many)) == ([], 11)
+    stretch = "c " * 60_000 + many
+    assert len(cut_out(stretch, benchmark.find(stretch))[0]) == 11, "a part of a long file"
 
 
 # -- the command
@@ -871,6 +876,27 @@ def test_ready_tokens_are_downloaded_checked_resumed_and_trained_on(hub, tmp_pat
         "000000.bin",
         "000001.bin",
     ]
+
+
+def test_ready_tokens_replace_a_folder_only_when_they_come(hub, tmp_path):
+    (tmp_path / "a.txt").write_text(" ".join(prose(40)))
+    out = tmp_path / "out"
+    run("--source", tmp_path / "a.txt", "--vocab-size", 300, "--data-dir", out, "--workers", 1)
+    before = contents(out)
+    val = llm_c(documents(300, seed=0))
+
+    def now() -> dict:
+        return {k: v for k, v in contents(out).items() if not k.startswith(".cache")}
+
+    offer(hub, fw_val_000000=val, fw_train_000001=val)
+    hub.files["deep/fw_val_000000.bin"] = val[:-2] + b"no"
+    assert "damaged on its way" in ready(hub, out, "--overwrite", code=1).stderr
+    assert now() == before
+    hub.files["deep/fw_val_000000.bin"] = val
+    ready(hub, out, "--overwrite")
+    names = ["deep/fw_train_000001.bin", "deep/fw_val_000000.bin", "manifest.json"]
+    assert sorted(now()) == names, "neither old shards nor their vocabulary"
+    assert "2 shards are as they were written" in run("--verify", "--data-dir", out).stdout
 
 
 def test_what_is_not_gpt2s_tokens_is_refused(hub, tmp_path):

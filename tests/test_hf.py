@@ -470,6 +470,15 @@ def test_a_changed_model_that_an_earlier_revision_wrote_is_known_again(monkeypat
     refuse_other_change(without_loss, lambda: GPT(GPTConfig(**SMALL)))
 
 
+def test_changed_code_says_that_it_is_none_where_it_runs_a_gpt2(tmp_path, monkeypatch, capsys):
+    GPT(GPTConfig(**SMALL)).save_pretrained(tmp_path)
+    GPT.from_pretrained(tmp_path)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(model.MLP, "forward", exact_gelu)
+    GPT.from_pretrained(tmp_path)
+    assert f"{tmp_path} is a GPT-2, but this code is not (its logits" in capsys.readouterr().err
+
+
 # -- checkpoints that training wrote
 
 OFFLINE = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TRANSFORMERS_OFFLINE="1")

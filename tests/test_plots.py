@@ -389,6 +389,17 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         assert fact in page, fact
 
 
+def test_a_report_has_the_speed_of_the_machine_it_names_and_the_losses_of_the_last_model(tmp_path):
+    run = write_run(tmp_path / "run")
+    log = resume(run, 60, "python again.py")
+    log.record(60, "train", loss=3.0, tokens_per_sec=7.0, tokens=1, memory=1, wall=1.0, norm=1.0)
+    log.record(61, "end", wall=3600.0, memory=10**9, best=None)
+    report.write_report(run, has_curve=False)
+    page = (run / "report.md").read_text()
+    assert "| speed | 7 tokens/s" in page
+    assert not any(f"\n| {row}" in page for row in ("val loss", "HellaSwag", "validation minus"))
+
+
 @pytest.mark.parametrize("losing", ["train", "val", "hella", "samples"])
 def test_a_report_leaves_out_what_a_run_has_not_done(tmp_path, losing):
     run = write_run(tmp_path / "run", steps=20)

@@ -137,6 +137,12 @@ def test_a_compiled_step_gives_the_same_tokens_and_compiles_once(monkeypatch):
     for _ in range(2):
         assert torch.equal(model.generate(idx, 40, **how), eager)
     assert counters["stats"]["unique_graphs"] == 1
+    long = random_model(block_size=512)
+    counters.clear()
+    compile_step(long)
+    for n in range(1, 12):  # more lengths than dynamo would compile
+        long.generate(idx[:, :n], 3)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 # -- sample.py
@@ -211,17 +217,20 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
     for i, name in enumerate(("older", "newer", "damaged_by_someone")):
         folder = tmp_path / "log" / name
         tiny.save_pretrained(folder / ("ckpt_000002" if i < 2 else "damaged_ckpt_000002"))
-        record = dict(type="run", config=dict(sample_prompt=f"I am {name}"))
-        (folder / "metrics.jsonl").write_text(json.dumps(record))
+        starts = [("run", "before"), ("resume", f"@I am {name}")]
+        records = [dict(type=kind, config=dict(sample_prompt=text)) for kind, text in starts]
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     os.utime(tmp_path / "log" / "older" / "ckpt_000002", (0, 0))
     asked.clear()
     run(monkeypatch, capsys)
     run(monkeypatch, capsys, "--model", "log/older/ckpt_000002", "--num-samples", 2)
     run(monkeypatch, capsys, "--prompt", "Hello", "--num-samples", 2)
+    run(monkeypatch, capsys, "--temperature", 0)
     assert asked == [
-        "log/newer/ckpt_000002", (5 * ["I am newer"], 30),
-        "log/older/ckpt_000002", (2 * ["I am older"], 30),
+        "log/newer/ckpt_000002", (5 * ["@I am newer"], 30),
+        "log/older/ckpt_000002", (2 * ["@I am older"], 30),
         "gpt2", (2 * ["Hello"], 100),
+        "log/newer/ckpt_000002", (["@I am newer"], 30),
     ]  # fmt: skip
 
 

@@ -53,7 +53,7 @@ import hellaswag
 import train_gpt2
 from config import PRESETS, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, common, device, divergence, plots
+from support import checkpoint, common, device, divergence, plots, resume
 from support.checkpoint import Progress
 from support.common import UsageError, UserError, as_typed
 from support.compile import why_not_compile
@@ -601,9 +601,11 @@ def test_two_processes_told_to_stop_save_and_leave_without_noise(shards, tmp_pat
         while "step    10" not in process.stdout.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=LONGEST)
+        out, errors = process.communicate(timeout=LONGEST)
     assert "interrupted: " in out
     assert len(checkpoint.checkpoints(tmp_path / "log")) == 1
+    for noise in ("terminate called", "forcefully", 'train_gpt2.py", line'):
+        assert noise not in errors, errors
 
 
 def test_a_single_batch_is_learned_by_heart(shards, tmp_path):
@@ -646,6 +648,42 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
     tokens = [r["tokens"] for r in read_records(run_dir, "train")]
     assert tokens == [64 * n for n in (1, 2, 3, 4, 5, 6, 8, 10)]
     assert "640" in (run_dir / "ckpt_000008" / "README.md").read_text()
+
+
+def test_a_card_has_no_loss_of_an_earlier_model(corpus, tmp_path):
+    train(corpus, tmp_path, "--max-steps 4 --val-every 2 --checkpoint-every 1 --keep-checkpoints 9")
+    cards = [(path / "README.md").read_text() for path in checkpoint.checkpoints(tmp_path)]
+    assert ["| validation loss |" in card for card in cards] == [False, True, False, True]
+    assert all("| training loss of the last update |" in card for card in cards)
+
+
+@pytest.mark.parametrize("is_there, val_tokens, kept", [
+    (True, 99, True), (True, 100, False), (False, 99, False)
+])  # fmt: skip
+def test_a_best_checkpoint_that_is_gone_or_judged_by_other_text_is_forgotten(
+    tmp_path, is_there, val_tokens, kept
+):
+    if is_there:
+        checkpoint.path_of(tmp_path, 2).mkdir()
+    state = Progress(best_saved={"step": 2, "loss": 3.0}).as_saved()
+    state |= dict(optimizer={"state": {}}, scaler={}, config={"val_tokens": 99})
+    saved = checkpoint.Checkpoint(tmp_path / "ckpt_000003", state, [])
+    config = TrainConfig(log_dir=str(tmp_path), val_tokens=val_tokens)
+    loader = SimpleNamespace(load_state_dict=lambda _: None)
+    progress = resume.restore(config, saved, None, [], None, loader)
+    assert bool(progress.best_saved) == kept
+
+
+@pytest.mark.parametrize("name, code, words", [
+    ("typo", 2, "typo: no checkpoint is there"),
+    ("run", 2, "run: no checkpoint is there"),
+    ("run/ckpt_000001", 1, "ckpt_000001/training_state.pt is missing"),
+])  # fmt: skip
+def test_a_path_without_a_checkpoint_is_a_sentence(corpus, tmp_path, name, code, words):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    done = train(corpus, tmp_path / "log", f"--resume {tmp_path}/{name}", expect=code)
+    assert words in done.stderr
 
 
 def test_another_model_or_optimizer_gives_only_its_weights(corpus, run_dir, tmp_path):
@@ -866,7 +904,7 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
 # -- signals, logs, a loss that is not a number
 
 
-def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny):
+def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny, monkeypatch):
     with as_a_process(sys.argv, b""):
         stop = Stop(WORLD)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script does for a job in the background
@@ -879,8 +917,10 @@ def test_a_second_sigterm_changes_nothing_and_a_second_ctrl_c_ends_at_once(tiny)
         example = dict(ctx="a b", endings=["c", "d", "e", "f"], label=0)
         with pytest.raises(Interrupted):
             hellaswag.evaluate(tiny, [example], "cpu", stop=stop)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
+        ended: list[int] = []
+        monkeypatch.setattr("os._exit", ended.append)  # no thread that writes is waited for
+        signal.raise_signal(signal.SIGINT)
+        assert ended == [130]
 
 
 def test_a_resumed_log_has_no_step_twice_and_drops_a_half_written_line(tmp_path, monkeypatch):

@@ -148,6 +148,10 @@ def test_files_that_are_named_for_validation_are_held_out_whole(tmp_path, option
         make(tmp_path / "own", tmp_path / "*.txt", val_source=val, **options)
     with pytest.raises(UserError, match="--val-source was"):
         make(tmp_path / "own", tmp_path / "*.txt", **options)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    val = (str(tmp_path / "empty.jsonl"),)
+    with pytest.raises(UserError, match="what is named for validation holds no text"):
+        make(tmp_path / "none", tmp_path / "a.txt", val_source=val, **options)
 
 
 def test_a_benchmark_is_cut_out_before_a_vocabulary_is_trained_and_not_from_held_out_text(tmp_path):
@@ -246,6 +250,8 @@ def test_a_vocabulary_is_made_once_and_a_folder_with_another_one_is_refused(docu
     make(tmp_path / "copy", documents, tokenizer=str(folder))
     assert (tmp_path / "copy" / "tokenizer.json").read_text() == came.json
     assert [*map(list, shards_of(tmp_path / "copy"))] == [*map(list, shards_of(folder))]
+    make(tmp_path / "again", documents, tokenizer=str(tmp_path / "gpt2"))
+    assert tokenizer_of_data(tmp_path / "again") is gpt2(), "whose data have no file of it"
     own = str(tmp_path / "copy" / "tokenizer.json")  # the same one has another path
     assert "nothing to do" in make(tmp_path / "copy", documents, tokenizer=own)
     make(folder, documents, overwrite=True)
@@ -282,6 +288,14 @@ def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     done = call("fineweb.py", *flags)
     assert done.returncode == 2 and words in done.stderr
+
+
+def test_auto_counts_only_the_text_that_a_limit_of_tokens_leaves(documents, tmp_path, monkeypatch):
+    sizes: list[float] = []
+    monkeypatch.setattr(fineweb, "choose_vocab_size", lambda size: sizes.append(size) or 300)
+    for max_tokens in (0, 500):
+        make(tmp_path / str(max_tokens), documents, vocab_size="auto", max_tokens=max_tokens)
+    assert sizes[0] > sizes[1] == 2000
 
 
 def test_auto_chooses_the_vocabulary_by_the_text_and_the_manifest_keeps_its_size(tmp_path):
