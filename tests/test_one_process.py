@@ -84,7 +84,9 @@ def test_a_group_of_one_trains_and_resumes_in_every_sharding(
     for way in WAYS:
         records = read_records(tmp_path / way, "train")
         skipped = [record["step"] for record in records if "skipped" in record]
-        assert bool(skipped) == ("float16" in flags) and len(skipped) < 4, "some updates were made"
+        [run, *_] = read_records(tmp_path / way, "run")
+        overflows = run["dtype"] == "float16"  # which auto is on a GPU without bfloat16
+        assert bool(skipped) == overflows and len(skipped) < 4, "some updates were made"
         norms = [record["norm"] or 0.0 for record in records]  # none of an overflow
         curves[way] = losses(tmp_path / way) + norms + skipped
         last = [weights_hash(tmp_path / run / "ckpt_000006") for run in (way, f"{way} again")]
