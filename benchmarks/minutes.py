@@ -19,9 +19,9 @@ import pickle
 import shlex
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -108,8 +108,10 @@ def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
     ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
     hf = (partial(peers.train_transformers, recipe, ours), RATES)
     sides: Sides = {OURS: (partial(peers.train_here, flags, ours), (recipe.learning_rate,))}
-    adamw = replace(recipe, optimizer="adamw", embedding_lr=1.0).as_flags()
-    sides[ADAMW] = (partial(peers.train_here, adamw, ours), RATES)
+    pairs = pairwise(["", *flags])
+    name = "--embedding-lr"  # of Muon's alone
+    adamw = [flag for before, flag in pairs if name not in (before, flag.partition("=")[0])]
+    sides[ADAMW] = (partial(peers.train_here, [*adamw, "--optimizer=adamw"], ours), RATES)
     if not config.peer:
         say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
         return sides | {HF: hf}

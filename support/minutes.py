@@ -37,7 +37,7 @@ EPOCHS = 20  # more of them would only memorize the text: docs/minutes.md
 SLOWER = 1.1  # an update than in the rehearsal: in two runs 10 and 18%
 REHEARSED = 20  # updates, at most
 REHEARSING = 0.05  # of the time, at most, for them
-EVERY = {"val": "val_every", "hella": "hellaswag_every", "samples": "sample_every"}
+OPEN = {"val": "val_every", "samples": "sample_every"}  # chosen, if they are not typed
 
 
 def is_open(config: TrainConfig) -> bool:
@@ -107,18 +107,20 @@ def fit_schedule(
     return config
 
 
-def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict[str, float]]:
-    """Seconds of an update and of each evaluation, once they are compiled. It spoils the run.
+def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict[str, tuple]]:
+    """Seconds of an update and, for each evaluation, its seconds and after how many updates it is
+    due, once they are compiled. It spoils the run.
 
     until: when it ends, by the clock, though not before the second update.
     """
-    seconds = {}
+    evaluations = {}
     with unsharded(run.model, run.config.sharding):
         for name, (every, measure) in 2 * list(run.evaluations.schedule.items()):
             start = time.perf_counter()
             if every:
                 measure(0)
-                seconds[name] = time.perf_counter() - start  # the second time: the first compiles
+                seconds = time.perf_counter() - start
+                evaluations[name] = (seconds, every)  # of the second time: the first compiles
     updates = []
     for n in range(1 + REHEARSED):
         start = time.perf_counter()
@@ -127,22 +129,22 @@ def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict
         if n and run.world.broadcast(time.perf_counter() > until):
             break
     run.stop.read_vote()
-    return median(updates[1:]), seconds
+    return median(updates[1:]), evaluations
 
 
 def divide_time(
-    config: TrainConfig, left: float, update: float, evaluations: dict[str, float]
+    config: TrainConfig, left: float, update: float, evaluations: dict[str, tuple]
 ) -> tuple[int, int]:
-    """How many updates fit the time that is left, and how many times what is evaluated meanwhile.
+    """How many updates fit the time that is left, and how many times the OPEN evaluations do.
 
-    update, evaluations: their seconds. All are evaluated once more, at step 0. Those whose
-    frequency was typed cost each update its share.
+    update, evaluations: as `rehearse` found them. All are made once more, at step 0. Those that are
+    not open cost each update its share.
     """
-    left -= sum(evaluations.values())
+    left -= sum(seconds for seconds, _ in evaluations.values())
     free = 0.0
-    for name, seconds in evaluations.items():
-        if EVERY[name] in config.typed:
-            update += seconds / getattr(config, EVERY[name])
+    for name, (seconds, every) in evaluations.items():
+        if OPEN.get(name, name) in config.typed or name not in OPEN:
+            update += seconds / every
         else:
             free += seconds
     times = max(2, min(10, int(EVALUATING * left / max(free, 0.01))))

@@ -110,8 +110,9 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
         )
     own = ("log_dir", "resume", "overwrite", "find_nan", "eval_only", "init_from")
     chosen = {k: v for k, v in before.items() if k not in own}
-    if chosen["total_batch_size"] // chosen["sequence_length"] // world.size % chosen["batch_size"]:
-        del chosen["batch_size"]  # on more processes, another one must fit
+    share = chosen["total_batch_size"] // chosen["sequence_length"] // world.size
+    if chosen["batch_size"] and share % chosen["batch_size"]:
+        chosen["batch_size"] = 0  # on more processes, another one must fit
     config = config.with_chosen(chosen)
     config.typed = config.typed | {"max_steps"}  # nothing is left to choose
     return config
@@ -167,8 +168,9 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     if lies_in(path, config.log_dir):  # the run's own, however it was typed
         path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
     own = checkpoint.checkpoints(path)[::-1]
-    is_one = checkpoint.NAME.fullmatch(path.name) or (path / checkpoint.STATE).exists()
-    if not own and not is_one:
+    is_damaged = path.is_dir() or bool(checkpoint.checkpoints(path.parent))  # of such a name
+    is_damaged &= bool(checkpoint.NAME.fullmatch(path.name))
+    if not own and not is_damaged and not (path / checkpoint.STATE).exists():
         raise UsageError(f"--resume {config.resume}: no checkpoint is there")
     return own or [path]
 
@@ -288,9 +290,9 @@ def restore(
     loader.load_state_dict(state)
     progress = Progress.from_saved(state)
     best = progress.best_saved
-    is_here = best and checkpoint.path_of(config.log_dir, best["step"]).exists()
-    if not is_here or state["config"]["val_tokens"] != config.val_tokens:
-        progress.best_saved = None  # its checkpoint is elsewhere or gone, or its loss is another
+    is_there = best and checkpoint.path_of(config.log_dir, best["step"]).exists()
+    if not is_there or not is_own(config, resumed_from):
+        progress.best_saved = None  # its checkpoint is gone, or not in this log_dir
     return progress
 
 

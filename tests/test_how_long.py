@@ -112,8 +112,10 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
     assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
 
     sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / "last")
-    start(text, log_dir, "--resume", "auto", **two_ranks())
-    assert read_records(log_dir, "resume")[-1]["batch_size"] == 1, "2 sequences, for two"
+    for _ in range(2):
+        start(text, log_dir, "--resume", "auto", **two_ranks())
+        assert read_records(log_dir, "resume")[-1]["batch_size"] == 1, "2 sequences, for two"
+        sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / f"last {_}")
     (log_dir / "metrics.jsonl").unlink()
     lost = start(text, log_dir, "--resume", "auto", expect=2)
     assert f"{log_dir} has no metrics.jsonl, which says what was chosen" in lost.stderr
@@ -134,17 +136,15 @@ def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path, sharding):
 ])  # fmt: skip
 def test_updates_and_evaluations_fill_the_time_that_is_left(typed, update):
     config = parse_command_line(["--minutes", "3", *typed.split()])
-    seconds = dict(val=0.7, samples=0.3)
+    schedule = dict(val=(0.7, config.val_every), samples=(0.3, config.sample_every), mine=(20, 90))
     if "hella" in typed:
-        seconds["hella"] = 20.0
-    steps, times = minutes.divide_time(config, 120, update, seconds)
+        schedule["hella"] = (20, config.hellaswag_every)
+    steps, times = minutes.divide_time(config, 120, update, schedule)
     spent, free = steps * update, 0.0
-    for name, once in seconds.items():
-        if (flag := minutes.EVERY[name]) in config.typed:
-            spent += once * (1 + steps / getattr(config, flag))
-        else:
-            spent += once * (1 + times)
-            free += once
+    for name, (once, every) in schedule.items():
+        is_free = name in ("val", "samples") and minutes.OPEN[name] not in config.typed
+        spent += once * (1 + times if is_free else 1 + steps / every)
+        free += once if is_free else 0
     assert 120 - 2 * update - 1 < spent <= 120 + 1
     assert times == 2 or (times <= 10 and times * free <= minutes.EVALUATING * 120)
 
@@ -167,7 +167,7 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
 def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     # when two evaluations, then three updates begin and end, and two looks at the clock
     seconds = iter([0, 9, 9, 10, 10, 30, 30, 31, 31, 31, 32, 36])
-    run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (1, lambda step: None)}))
+    run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (7, lambda step: None)}))
     run.world = World(torch.device("cpu"))
     run.model, run.config = torch.nn.Linear(1, 1), SimpleNamespace(sharding="ddp")
     run.stop = SimpleNamespace(read_vote=lambda: None)
@@ -175,5 +175,5 @@ def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(seconds))
         paces = minutes.rehearse(run, lambda run, lr: rates.append(lr), until=35)
-    assert paces == (1, {"val": 1}), "the first ones, of 9 and 20 s, compiled"
+    assert paces == (1, {"val": (1, 7)}), "the first ones, of 9 and 20 s, compiled"
     assert rates == [0, 0, 0]

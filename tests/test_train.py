@@ -657,18 +657,18 @@ def test_a_card_has_no_loss_of_an_earlier_model(corpus, tmp_path):
     assert all("| training loss of the last update |" in card for card in cards)
 
 
-@pytest.mark.parametrize("is_there, val_tokens, kept", [
-    (True, 99, True), (True, 100, False), (False, 99, False)
+@pytest.mark.parametrize("is_there, resumed_from, kept", [
+    (True, ".", True), (True, "elsewhere", False), (False, ".", False)
 ])  # fmt: skip
-def test_a_best_checkpoint_that_is_gone_or_judged_by_other_text_is_forgotten(
-    tmp_path, is_there, val_tokens, kept
+def test_a_best_checkpoint_that_is_gone_or_elsewhere_is_forgotten(
+    tmp_path, is_there, resumed_from, kept
 ):
     if is_there:
         checkpoint.path_of(tmp_path, 2).mkdir()
     state = Progress(best_saved={"step": 2, "loss": 3.0}).as_saved()
-    state |= dict(optimizer={"state": {}}, scaler={}, config={"val_tokens": 99})
-    saved = checkpoint.Checkpoint(tmp_path / "ckpt_000003", state, [])
-    config = TrainConfig(log_dir=str(tmp_path), val_tokens=val_tokens)
+    state |= dict(optimizer={"state": {}}, scaler={})
+    saved = checkpoint.Checkpoint(tmp_path / resumed_from / "ckpt_000003", state, [])
+    config = TrainConfig(log_dir=str(tmp_path))
     loader = SimpleNamespace(load_state_dict=lambda _: None)
     progress = resume.restore(config, saved, None, [], None, loader)
     assert bool(progress.best_saved) == kept
@@ -677,11 +677,13 @@ def test_a_best_checkpoint_that_is_gone_or_judged_by_other_text_is_forgotten(
 @pytest.mark.parametrize("name, code, words", [
     ("typo", 2, "typo: no checkpoint is there"),
     ("run", 2, "run: no checkpoint is there"),
-    ("run/ckpt_000001", 1, "ckpt_000001/training_state.pt is missing"),
+    ("run/ckpt_000001", 2, "run/ckpt_000001: no checkpoint is there"),
+    ("log/ckpt_000001", 1, "ckpt_000001/training_state.pt is missing; the newest other one: "),
 ])  # fmt: skip
 def test_a_path_without_a_checkpoint_is_a_sentence(corpus, tmp_path, name, code, words):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("")
+    (tmp_path / "log" / "ckpt_000002").mkdir(parents=True)
     done = train(corpus, tmp_path / "log", f"--resume {tmp_path}/{name}", expect=code)
     assert words in done.stderr
 
