@@ -16,7 +16,7 @@ setup:
 .venv/requirements: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and f"Python 3.10 or newer is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.12")'
 	@echo "setup: installing requirements.txt into .venv (a minute or two, 1.5 GB; more with CUDA)"
-	@test -x $(PY) || $(PYTHON) -m venv .venv
+	@$(PY) -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@$(PIP) -r requirements.txt
 	@touch $@
 
@@ -107,15 +107,15 @@ gpu-speed:
 gpu-large:
 	@. tests/gpu.sh; \
 	step 40 data $(PY) fineweb.py --source stdlib --data-dir data/stdlib; \
-	step 200 xl_checkpointing $(TRAIN) --preset gpt2-xl --max-steps 10 --activation-checkpointing $(SMALL) --log-dir $$left/xl_checkpointing; \
-	step 240 xl $(TRAIN) --preset gpt2-xl --max-steps 5 $(SMALL) --log-dir $$left/xl; \
+	step 200 xl_checkpointing $(TRAIN) --preset gpt2-xl --max-steps 10 --checkpoint-every 0 --activation-checkpointing $(SMALL) --log-dir $$left/xl_checkpointing; \
+	step 240 xl $(TRAIN) --preset gpt2-xl --max-steps 5 --checkpoint-every 0 $(SMALL) --log-dir $$left/xl; \
 	finish
 
 # What a GPU would run, compiled and accounted for without one: see docs/gpu-on-paper.md. It has an
 # environment of its own, because `.venv` must stay without triton.
 .venv-paper/requirements: requirements-paper.txt requirements.txt
 	@echo "paper: installing requirements-paper.txt into .venv-paper (a minute or two, about 2 GB)"
-	@test -x .venv-paper/bin/python || $(PYTHON) -m venv .venv-paper
+	@.venv-paper/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv .venv-paper
 	@.venv-paper/bin/python -m pip install -qq --disable-pip-version-check -r requirements-paper.txt || { echo "not run: triton or PyTorch cannot be installed"; exit 3; }
 	@touch $@
 

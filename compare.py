@@ -30,7 +30,16 @@ from typing import Any
 import numpy as np
 from tyro.conf import UseAppendAction
 
-from support.common import UsageError, UserError, parse_flags, run_script, say, write_whole, writing
+from support.common import (
+    UsageError,
+    UserError,
+    parse_flags,
+    run_script,
+    say,
+    without,
+    write_whole,
+    writing,
+)
 from support.log import read_run
 from support.plots import GREY, STYLES, label_lines, label_x, name_text, new_figure, save_picture
 from support.token_files import find_shards, identify
@@ -126,8 +135,6 @@ sys.argv[0] = "train_gpt2.py"
 sys.path.insert(0, sys.argv[1])
 import config
 settings = config.parse_command_line(sys.argv[2:])
-if isinstance(settings, tuple):  # in a copy of November 2026, with what was typed
-    settings, _ = settings
 problems = config.check(settings, 1)
 if not settings.val_every:
     problems.append("val_every is 0, so nothing is measured")
@@ -160,6 +167,10 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
         raise UserError(f"{name}: {text!r} sets what compare.py sets itself: {', '.join(OURS)}")
     flags = [*before, *own]
     settings, complaint = ask(copy, flags)
+    inherited = re.findall(r"--[\w-]+(?= has no effect)", complaint)
+    if inherited and not set(inherited) & {flag.partition("=")[0] for flag in own}:
+        flags = [*without(before, *inherited), *own]  # the base's, in vain with the arm's
+        settings, complaint = ask(copy, flags)
     if complaint:
         raise UserError(f"{name}: {text!r} is refused\n{complaint}")
     data = Path(settings["data_dir"])

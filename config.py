@@ -20,6 +20,7 @@ from support.common import (
     Positive,
     Range,
     UsageError,
+    as_typed,
     command_for,
     lies_in,
     out_of_range,
@@ -156,10 +157,12 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         vars(config).update((k, v) for k, v in chosen.items() if k not in self.typed)
         return config
 
-    def sized_for(self: Config, operations: float, vocab_size: int, processes: int) -> Config:
-        """The settings with sizes for so many operations, and the recipe for max_steps so far."""
+    def sized_for(
+        self: Config, operations: float, vocab_size: int, processes: int, most: float = math.inf
+    ) -> Config:
+        """The settings with sizes for so many operations, of `most` tokens, and a recipe."""
         typed = {name: getattr(self, name) for name in self.typed}
-        chosen: dict[str, Any] = choose_sizes(operations, vocab_size, typed)
+        chosen = choose_sizes(operations, vocab_size, typed, most)
         at_once = processes * max(1, typed.get("batch_size", 0)) * chosen["sequence_length"]
         chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
         # HellaSwag needs a network, and small models only guess
@@ -296,10 +299,10 @@ LADDER = [(2, 128), (2, 192), (2, 256), (3, 320), (4, 384), (5, 448), (6, 512), 
 LADDER += [(12, 768), (16, 896), (24, 1024), (36, 1280), (48, 1600)]
 
 
-def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> dict[str, int]:
+def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = math.inf) -> dict:
     """The sizes of model and batch with the lowest loss after so many operations of training.
 
-    typed: settings that the user has fixed; the others fit around them.
+    typed: settings that the user has fixed; the others fit around them. most: tokens.
 
     >>> choose_sizes(2.9e13, 1024, {})
     {'n_layer': 2, 'n_embd': 192, 'n_head': 3, 'sequence_length': 128, 'total_batch_size': 2048, \
@@ -316,7 +319,7 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict[str, Any]) -> d
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
     operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
-    tokens = operations / operations_per_token
+    tokens = min(most, operations / operations_per_token)
     return dict(
         n_layer=n_layer,
         n_embd=C,
@@ -431,12 +434,12 @@ def wrong_places(c: TrainConfig) -> list[str]:
         source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""
         if not source and c.data_dir != TrainConfig.data_dir:
             source = " --source YOUR_TEXT"
-        size = f" --vocab-size {VOCAB_SIZES[c.preset]}" if c.preset in VOCAB_SIZES else ""
-        command = f"{command_for('fineweb.py')}{source}{size}"
+        size = "auto" if c.minutes else VOCAB_SIZES.get(c.preset, "")
+        command = f"{command_for('fineweb.py')}{source}" + (f" --vocab-size {size}" if size else "")
         command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
-        problems.append(f"tracker {c.tracker} is not installed: pip install {c.tracker}")
+        problems.append(f"tracker {c.tracker} is missing: {as_typed('pip')} install {c.tracker}")
     return problems
 
 

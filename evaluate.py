@@ -70,8 +70,7 @@ class Evaluations:
             values["bits_per_byte"] = bits_per_byte
             values["nats_per_character"] = nats_per_character
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
-        settings = vars(self.config) | {"vocab_size": loader.vocab_size}
-        if is_recipe(settings) and not self.config.eval_only:
+        if is_recipe(vars(self.config), loader.vocab_size) and not self.config.eval_only:
             figures["published runs:"] = describe_place(step, loss)
         return {**values, "figures": figures}
 

@@ -413,7 +413,7 @@ class DataLoaderLite:
         if not self.num_sequences:
             raise UserError(
                 f"no shard of the {self.split} split in {self.data_dir} is as long as one sequence "
-                f"of {self.T} + 1 tokens; the whole split has {self.num_tokens}"
+                f"of {self.T} + 1 tokens; all have {self.num_tokens}: shorten --sequence-length"
             )
         self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
         self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use

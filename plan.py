@@ -252,9 +252,7 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
         record = json.loads(Path(path).read_text())
         name = record["device"]["name"]
         dtype = record["dtype"]
-        rows = []
-        for kind in ("ladder", "sweep", "scaling"):  # the last two are in old records
-            rows += record["benchmarks"].get(kind, {"rows": []})["rows"]
+        rows = record["benchmarks"]["ladder"]["rows"]
         best = max((row for row in rows if "MFU" in row), key=lambda row: row["MFU"])
         why = f"measured with {record['config']['model']}, {best['name']!r}, {path}"
     except Exception as e:

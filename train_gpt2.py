@@ -73,8 +73,7 @@ def train_step(
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
         stop.read_vote()
-        batch = loader.next_batch()
-        x, y = (part.to(world.device, non_blocking=part.is_pinned()) for part in batch)
+        x, y = (t.to(world.device, non_blocking=t.is_pinned()) for t in loader.next_batch())
         sharding.sync_gradients(model, strategy, micro_step == grad_accum_steps - 1)
         with device.autocast(world.device, dtype):
             _, loss = model(x, y)
@@ -217,7 +216,6 @@ def build_train_loader(config: TrainConfig, world: World, B: int) -> DataLoaderL
 
 
 def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torch.optim.Optimizer]:
-    is_muon = config.optimizer == "muon"
     return model.configure_optimizers(
         config.optimizer,
         weight_decay=config.weight_decay,
@@ -225,7 +223,7 @@ def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torc
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        dtype=device.matmul_dtype(world.device, world.any) if is_muon else None,
+        dtype=device.matmul_dtype(world.device, world.any),
     )
 
 

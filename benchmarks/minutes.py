@@ -21,7 +21,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ from benchmarks.tables import format_table
 from config import parse_command_line
 from model import DataLoaderLite
 from support import plots
-from support.common import Positive, Range, parse_flags, run_script, say, write_whole
+from support.common import Positive, Range, parse_flags, run_script, say, without, write_whole
 from support.device import keep_to_limit, pick_dtype
 from support.distributed import start_world
 from support.minutes import fit_sizes
@@ -108,10 +108,8 @@ def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
     ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
     hf = (partial(peers.train_transformers, recipe, ours), RATES)
     sides: Sides = {OURS: (partial(peers.train_here, flags, ours), (recipe.learning_rate,))}
-    pairs = pairwise(["", *flags])
-    name = "--embedding-lr"  # of Muon's alone
-    adamw = [flag for before, flag in pairs if name not in (before, flag.partition("=")[0])]
-    sides[ADAMW] = (partial(peers.train_here, [*adamw, "--optimizer=adamw"], ours), RATES)
+    adamw = [*without(flags, "--embedding-lr"), "--optimizer=adamw"]
+    sides[ADAMW] = (partial(peers.train_here, adamw, ours), RATES)
     if not config.peer:
         say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
         return sides | {HF: hf}

@@ -115,7 +115,7 @@ class Writer:
         final = path_of(self.log_dir, state["step"])
         weights: dict = state_dict.get_model_state_dict(model, options=FULL)
         moments: dict = {"state": {}}
-        if all(optimizer.state for optimizer in optimizers):  # else PyTorch would make an update
+        if any(optimizer.state for optimizer in optimizers):  # else PyTorch would make an update
             moments = state_dict.get_optimizer_state_dict(model, optimizers, options=FULL)
         work = partial(Path, final)  # the other ranks have nothing to write
         if world.is_main:
@@ -251,7 +251,9 @@ def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Ten
     """The states with resize(parameter's name, x) for each matrix x: no padding is saved."""
 
     def resized(name: str, x: torch.Tensor) -> torch.Tensor:
-        y = resize(name, x) if x.dim() == 2 else x
+        if not isinstance(x, torch.Tensor) or x.dim() != 2:
+            return x
+        y = resize(name, x)
         return y.clone() if y.nbytes < x.nbytes else y  # of a view, torch.save writes all storage
 
     states = {
@@ -271,8 +273,8 @@ def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> N
     rows = {name: len(p) for name, p in model.named_parameters()}
 
     def pad(name: str, x: torch.Tensor) -> torch.Tensor:
-        missing = rows[name] - len(x)
-        return F.pad(x, (0, 0, 0, missing)) if missing else x
+        is_cut = len(x) == model.config.vocab_size < rows[name]
+        return F.pad(x, (0, 0, 0, rows[name] - len(x))) if is_cut else x
 
     padded = resize_states(moments, pad)
     own = [group for optimizer in optimizers for group in optimizer.param_groups]

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import inspect
 import math
 import os
 import re
@@ -16,6 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from datetime import timedelta
 from functools import lru_cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, get_origin, get_type_hints
 
@@ -147,6 +149,12 @@ def command_for(script: str) -> str:
     return f"{as_typed('python')} {beside_script(script)}"
 
 
+def without(args: list[str], *flags: str) -> list[str]:
+    """The arguments without these flags and their values."""
+    pairs = pairwise(["", *args])
+    return [arg for flag, arg in pairs if not {flag, arg.partition("=")[0]} & {*flags}]
+
+
 def new_run_from(checkpoint: Path) -> str:
     """What to do with a checkpoint that cannot be resumed."""
     flags = shlex.join(["--init-from", str(checkpoint)])
@@ -208,7 +216,7 @@ def read_flags(config_class: type, args: list[str], default: Any = None, about: 
 
     default = default or config_class()
     about = about or config_class.__doc__ or ""
-    groups = [base for base in config_class.__mro__[-1:0:-1] if vars(base).get("__annotations__")]
+    groups = [base for base in config_class.__mro__[-1:0:-1] if inspect.get_annotations(base)]
     if not groups:
         return tyro.cli(config_class, default=default, args=args, description=about)
     boxes = []

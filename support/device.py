@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.common import UserError, counted, find_in, usable_cores
+from support.common import UserError, as_typed, counted, find_in, usable_cores
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -78,9 +78,15 @@ def refuse_old_gpu(device: torch.device) -> None:
         name = torch.cuda.get_device_name(device)
         raise UserError(
             f"{name} has compute capability {major}.{minor}, and this PyTorch is for "
-            f"{min(known) / 10} and newer: install one for an older CUDA, by pip install "
-            "--force-reinstall torch --index-url https://download.pytorch.org/whl/cu126"
+            f"{min(known) / 10} and newer: {install_for_older_cuda()}"
         )
+
+
+def install_for_older_cuda() -> str:
+    """A command for this version of PyTorch, which satisfies the pin of requirements.txt."""
+    version = torch.__version__.partition("+")[0]
+    command = f"{as_typed('pip')} install --force-reinstall torch=={version}"
+    return f"{command} --index-url https://download.pytorch.org/whl/cu126"
 
 
 def limit_nccl(group: Any, device: torch.device) -> None:
@@ -104,11 +110,11 @@ def fall_back_to_cpu(name: str) -> torch.device:
         if torch.version.cuda:
             raise UserError(
                 f"PyTorch for CUDA {torch.version.cuda} cannot use the GPU with driver {driver}: "
-                "update the driver, install a PyTorch for an older CUDA, or add --device cpu"
+                f"update the driver, add --device cpu, or {install_for_older_cuda()}"
             )
         print(
             "the GPU is not used, because this PyTorch is for CPUs; to install one for CUDA: unset "
-            "PIP_EXTRA_INDEX_URL; pip install --force-reinstall -r requirements.txt",
+            f"PIP_EXTRA_INDEX_URL; {as_typed('pip')} install --force-reinstall -r requirements.txt",
             file=sys.stderr,
         )
     return torch.device("cpu")

@@ -56,11 +56,15 @@ def take_fingerprint(model: GPT) -> Fingerprint:
                 if name.startswith("transformer.ln_f."):  # the logits are linear in these
                     p.mul_(LARGE)
             loss = tiny(idx, targets)[1].item()
+            own_loss = F.cross_entropy(tiny(idx)[0][0], targets[0], ignore_index=-1).item()
             if not (logits.isfinite().all() and math.isfinite(loss)):
                 raise ValueError("its logits or its loss are not finite")
             expected = gpt2(made_up, idx, config)
             expected_loss = F.cross_entropy(LARGE * expected[0], targets[0], ignore_index=-1).item()
             difference = other_tensor(model) or other_output(logits, loss, expected, expected_loss)
+            if abs(loss - own_loss) > CLOSE * LARGE * expected.std():
+                also = "its loss is not the cross-entropy of its logits"
+                difference = "; ".join(filter(None, [difference, also]))
     except Exception as error:  # changed code may raise anything
         return Fingerprint(f"a tiny model cannot be compared: {first_line(error)}", [], 0.0)
     return Fingerprint(difference, logits.flatten()[:: max(1, logits.numel() // 64)].tolist(), loss)

@@ -252,19 +252,13 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
 
 
 def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
-    """Raises UserError if changed code wrote the files, and make() is not changed as it was.
-
-    Where only make() is changed, it says so: that is how one begins with a GPT-2's weights.
-    """
+    """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
     written = files.fingerprint
     with reading(f"the model in {files.origin}"), torch.device("meta"):
         ours = make().fingerprint
     if written is None:
         if ours.difference:
-            say_once(
-                f"{files.origin} is a GPT-2, but this code is not ({ours.difference}): with these "
-                "weights it computes something else"
-            )
+            say_once(f"{files.origin} is a GPT-2, and this code is not: {ours.difference}")
         return
     if ours.logits == written.logits == []:  # neither tiny model runs
         return

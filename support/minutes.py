@@ -21,6 +21,7 @@ import torch
 from support.common import UsageError, UserError, beside_script, out_of_range
 from support.device import dtype_name, peak_flops, pick_dtype
 from support.sharding import unsharded
+from support.token_files import find_shards
 from support.tokenizer import tokenizer_of_data
 
 if TYPE_CHECKING:
@@ -57,7 +58,13 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")
     # in float32, compiled updates are hardly faster, and compiling takes half a minute
     config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
-    return config.sized_for(operations, tokenizer_of_data(config.data_dir).vocab_size, world.size)
+    shards = {split: find_shards(Path(config.data_dir), split) for split in ("train", "val")}
+    most = EPOCHS * sum(shard.num_tokens for shard in shards["train"])
+    vocab_size = tokenizer_of_data(config.data_dir).vocab_size
+    config = config.sized_for(operations, vocab_size, world.size, most)
+    longest = max(shard.num_tokens for shard in shards["val"]) - 1  # a sequence of what is held out
+    T = 2 ** int(math.log2(max(1, min(longest, config.sequence_length))))
+    return config.with_chosen({"sequence_length": T})
 
 
 def fit_schedule(
@@ -75,7 +82,7 @@ def fit_schedule(
         until = time.perf_counter() + REHEARSING * 60 * config.minutes
         update, evaluations = rehearse(run, make_update, until)
     loader = run.train_loader
-    found = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
+    found: dict[str, Any] = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
     epoch = loader.epoch_tokens / config.total_batch_size  # updates
     num_params = run.model.num_params()
     del run, loader
@@ -92,6 +99,7 @@ def fit_schedule(
         )
     if steps > EPOCHS * epoch:
         steps = max(1, int(EPOCHS * epoch))
+        found["save_best"] = config.val_every > 0
         world.say(f"minutes: the text is short: more than {EPOCHS} epochs would only memorize it")
     config = config.scheduled_for(steps, steps / epoch)
     if config.warmup_steps >= steps:
@@ -108,8 +116,7 @@ def fit_schedule(
 
 
 def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict[str, tuple]]:
-    """Seconds of an update and, for each evaluation, its seconds and after how many updates it is
-    due, once they are compiled. It spoils the run.
+    """Seconds of an update; of each evaluation, and how often it is due. It spoils the run.
 
     until: when it ends, by the clock, though not before the second update.
     """

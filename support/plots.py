@@ -26,6 +26,7 @@ from support.published import (
     size_of,
     text_of,
 )
+from support.tokenizer import VOCAB_SIZE
 
 # Colour-blind readers can tell these apart. Their contrast is above 3.8 on GitHub's light pages and
 # on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
@@ -141,13 +142,17 @@ def name_text(config: dict, unknown: str) -> str:
 
 def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
     """Draws the runs on each text in a panel of its own. draw: draw_loss, draw_hellaswag, …"""
-    by_text: dict[str, list[LoggedRun]] = {}
+    if not runs:
+        return None
+    by_text: dict[tuple, list[LoggedRun]] = {}  # losses of other vocabularies are not comparable
     for run in runs:
-        by_text.setdefault(name_text(run.config, run.name), []).append(run)
+        text = (name_text(run.config, run.name), run.config.get("vocab_size", VOCAB_SIZE))
+        by_text.setdefault(text, []).append(run)
+    texts = [text for text, _ in by_text]
     figure, axes = new_figure(len(by_text), 1)
-    for axis, (text, same) in zip(axes, by_text.items(), strict=True):
+    for axis, ((text, vocab_size), same) in zip(axes, by_text.items(), strict=True):
         draw(axis, same)
-        axis.set_title(text)
+        axis.set_title(f"{text}, {vocab_size:,} tokens" if texts.count(text) > 1 else text)
     return figure
 
 
@@ -165,7 +170,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     for run, unit, style in zip(runs, units, cycle(STYLES)):
         color = style["color"]
         if "train" in run.streams:
-            steps, losses = map(np.array, run.streams["train"])
+            steps, losses = finite(run.streams["train"])
             mean, deviation = average(losses)
             few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
             label = f"training {mean[-1]:.2f}" if alone else None
@@ -179,7 +184,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
                 # one point draws no line, but has a label
                 axis.plot(steps[-1:], band[0, -1:], color=color, label="± one deviation")
         if "val" in run.streams:
-            steps, losses = map(np.array, run.streams["val"])
+            steps, losses = finite(run.streams["val"])
             name = "validation" if alone else run.name
             label = f"{name} {losses[-1]:.3f}"
             tops.append(losses[in_view(run, steps)].max())
@@ -192,6 +197,12 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
     axis.set_ylabel("loss (nats per token)")
     label_lines(axis)
+
+
+def finite(stream: tuple) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values without those of build-nanogpt that are nan or inf: it trains on."""
+    steps, values = map(np.array, stream)
+    return steps[np.isfinite(values)], values[np.isfinite(values)]
 
 
 def mark_steps(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:
@@ -328,6 +339,8 @@ def plot_training(runs: list[LoggedRun]) -> Any:
         "memory": ("peak memory, GB", "linear", 1e9),
     }
     fields = [field for field in panels if any(run.series(field)[0] for run in runs)]
+    if not fields:
+        return None
     figure, axes = new_figure(len(fields), 1, height=2.2)
     for axis, field in zip(axes, fields, strict=True):
         label, yscale, unit = panels[field]

@@ -28,22 +28,19 @@ def size_of(config: dict[str, Any]) -> str:
     return OPENAI["sizes"].get(f"{config.get('n_layer', 12)} x {config.get('n_embd', 768)}", "")
 
 
-def has_gpt2_tokens(config: dict[str, Any]) -> bool:
-    """Whether a run's losses are per token of GPT-2's, as the published ones."""
-    return config.get("vocab_size", VOCAB_SIZE) == VOCAB_SIZE
-
-
-def is_recipe(config: dict[str, Any]) -> bool:
+def is_recipe(config: dict[str, Any], vocab_size: int = VOCAB_SIZE) -> bool:
     """Whether a run is the 124M's on FineWeb-Edu, of which others have published logs."""
     shape = {name: config.get(name) for name in RECIPE}
-    is_text = text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
-    return shape == RECIPE and is_text and has_gpt2_tokens(config)
+    tokens = config.get("vocab_size", vocab_size)
+    text = text_of(config)
+    return (shape, tokens) == (RECIPE, VOCAB_SIZE) and text in ("edu_fineweb10B", "fineweb-edu-10B")
 
 
 def openai_loss(config: dict[str, Any]) -> float | None:
     """The validation loss of OpenAI's model of a run's size on its text, where it is known."""
-    theirs = OPENAI["val_loss"].get(text_of(config), {}).get(size_of(config))
-    return theirs if has_gpt2_tokens(config) else None
+    if config.get("vocab_size", VOCAB_SIZE) != VOCAB_SIZE:
+        return None
+    return OPENAI["val_loss"].get(text_of(config), {}).get(size_of(config))
 
 
 def is_scored(run: LoggedRun) -> bool:

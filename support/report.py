@@ -129,8 +129,12 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         if vals := of_type(at_end, "val"):
             gap = vals[-1]["val_loss"] - loss
             rows["validation minus training"] = f"{gap:+.4f}: grows as the model memorizes its text"
-        if last.get("best"):
-            rows["best checkpoint"] = describe_best(last["best"])
+        if best := last.get("best"):
+            rows["best checkpoint"] = describe_best(best)
+            lowest = min(of_type(records, "val"), key=lambda val: val["val_loss"], default=best)
+            if lowest["step"] != best["step"]:
+                lost = f"step {lowest['step']:,} had {lowest['val_loss']:.4f}, see --save-best"
+                rows["best checkpoint"] += f" of those saved; {lost}"
     for record in at_end:
         rows |= {name.rstrip(":"): figure for name, figure in record.get("figures", {}).items()}
         if record.get("nats_per_character"):

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Iterable
 from copy import copy
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from support.common import (
     lies_in,
     new_run_from,
     revision,
+    without,
     writing,
 )
 from support.device import device_name
@@ -56,12 +57,7 @@ def command_line(launcher: str, args: list[str]) -> str:
 
 def args_to_resume(args: list[str]) -> list[str]:
     """The arguments that resume the run that these began."""
-    left_out = ("--resume", "--overwrite")
-    kept = [
-        arg
-        for before, arg in pairwise(["", *args])
-        if before != "--resume" and arg.partition("=")[0] not in left_out
-    ]
+    kept = [arg for arg in without(args, "--resume") if arg.partition("=")[0] != "--overwrite"]
     return [*kept, "--resume", "auto"]
 
 
@@ -176,8 +172,10 @@ def candidates_for(config: TrainConfig) -> list[Path]:
 
 
 def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
-    """Whether nothing is left to do: the run is past its last step, or has reached its end."""
+    """Whether nothing is left to do. Raises UserError if the run has ended, but on other text."""
     step = resumed_from.state["step"]
+    if step >= config.max_steps:
+        identify_data(config, resumed_from)
     if step == config.max_steps and is_own(config, resumed_from):
         return any(record["type"] == "end" for record in records_of(config.log_dir)[-1:])
     return step > config.max_steps
@@ -264,7 +262,8 @@ def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> 
             advice = "put the shards back as they were"
         raise UserError(
             f"{data_dir} has other shards than when {path} was written (missing: {missing[:3]}, "
-            f"changed: {changed[:3]}, new: {added[:3]}): {advice}, or {new_run_from(path)}"
+            f"changed: {changed[:3]}, new: {added[:3]}): {advice}; or train a new model in another "
+            f"--log-dir; or, if the vocabulary is the same, {new_run_from(path)}"
         )
 
 

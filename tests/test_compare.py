@@ -361,8 +361,8 @@ def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(subprocess.Popen, "wait", wait)
-    with pytest.raises(KeyboardInterrupt):  # not after these ten minutes
-        compare.run_process([sys.executable, "-c", "import time; time.sleep(600)"], tmp_path)
+    with pytest.raises(KeyboardInterrupt):  # not after these days
+        compare.run_process([sys.executable, "-c", "import time; time.sleep(10**6)"], tmp_path)
 
 
 # -- other vocabularies
@@ -439,6 +439,18 @@ def test_a_mistake_is_reported_before_anything_is_trained(
         compare.main([*where, *arms])
     assert words in str(error.value)
     assert not (tmp_path / "never").exists()
+
+
+def test_an_arm_is_not_refused_for_a_flag_of_the_base_that_is_in_vain_with_its_own(
+    corpus, asked_here
+):
+    base = f"{FLAGS} --data-dir {corpus} --optimizer muon --embedding-lr 4"
+    arms = compare.read_arms(compare.CompareConfig(base, ("adamw: --optimizer adamw",)))
+    assert [arm.recipe["optimizer"] for arm in arms] == ["muon", "adamw"]
+    assert "--embedding-lr" in arms[0].flags and "--embedding-lr" not in arms[1].flags
+    with pytest.raises(UserError, match="--embedding-lr has no effect"):
+        arm = "adamw: --optimizer adamw --embedding-lr 2"
+        compare.read_arms(compare.CompareConfig(base, (arm,)))
 
 
 def test_minutes_would_choose_another_run_for_each_seed(corpus, asked_here):

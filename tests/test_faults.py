@@ -332,6 +332,8 @@ def test_other_shards_than_the_run_began_with_are_refused(corpus, run_dir, tmp_p
     before = contents(run_dir)
     done = train(shards, run_dir, *RESUME, "--max-steps", 9)
     assert_told(done, str(shards), "changed: ['toy_train_000003.npy']", "--init-from")
+    done = train(shards, run_dir, *RESUME)
+    assert_told(done, "changed: ['toy_train_000003.npy']")  # though the run is finished
     assert contents(run_dir) == before
 
 

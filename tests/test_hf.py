@@ -470,13 +470,20 @@ def test_a_changed_model_that_an_earlier_revision_wrote_is_known_again(monkeypat
     refuse_other_change(without_loss, lambda: GPT(GPTConfig(**SMALL)))
 
 
+def test_a_change_of_the_logits_alone_says_that_the_loss_has_none(monkeypatch):
+    logits = GPT.logits
+    monkeypatch.setattr(GPT, "logits", lambda self, x: 9 * torch.tanh(logits(self, x) / 9))
+    difference = GPT(GPTConfig(**SMALL)).fingerprint.difference
+    assert difference.endswith("; its loss is not the cross-entropy of its logits")
+
+
 def test_changed_code_says_that_it_is_none_where_it_runs_a_gpt2(tmp_path, monkeypatch, capsys):
     GPT(GPTConfig(**SMALL)).save_pretrained(tmp_path)
     GPT.from_pretrained(tmp_path)
     assert not capsys.readouterr().err
     monkeypatch.setattr(model.MLP, "forward", exact_gelu)
     GPT.from_pretrained(tmp_path)
-    assert f"{tmp_path} is a GPT-2, but this code is not (its logits" in capsys.readouterr().err
+    assert f"{tmp_path} is a GPT-2, and this code is not: its logits" in capsys.readouterr().err
 
 
 # -- checkpoints that training wrote

@@ -62,6 +62,14 @@ def test_the_time_of_the_reproduction_gives_the_124m():
     assert (chosen["sequence_length"], chosen["total_batch_size"]) == (1024, 524288)
 
 
+def test_what_a_short_text_limits_is_chosen_for_it(text):
+    long = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1)
+    capped = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1, most=1e7)
+    assert long.total_batch_size > 2048 == capped.total_batch_size
+    config = parse_command_line(["--minutes", "60", "--data-dir", str(text)])
+    assert minutes.fit_sizes(config, World(torch.device("cpu"))).sequence_length == 64, "of 100"
+
+
 @pytest.fixture
 def text(tmp_path):
     """So short that --minutes trains on it for a second: it ends after some epochs."""

@@ -253,7 +253,7 @@ INCOMPLETE = "is not complete; the same fineweb.py command"
     ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "put it back"),
     ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "55713.*another tokenizer"),
     ("train.bin", bytes(101), "101 bytes"),
-    ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "the whole split has 8"),
+    ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "all have 8"),
     ("x_train_000000.npy", npy(np.full(20, 50300, np.uint16)), "token 50300.*50257"),
     ("x_val_000000.npy", npy(np.zeros(100, np.uint16)), "make all with fineweb.py.*--data-dir"),
 ])  # fmt: skip

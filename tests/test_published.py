@@ -1,6 +1,7 @@
 """A run beside what others published: OpenAI's scores, and runs of the same recipe."""
 
 import json
+import math
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -66,6 +67,19 @@ def test_no_two_of_many_runs_look_the_same():
     assert len(looks) == len(axis.lines) == 12
     [axis] = plots.plot_by_text(plots.draw_loss, [*runs, *runs]).axes
     assert len(axis.lines) == 24, "none is left out"
+
+
+def test_runs_of_two_vocabularies_and_runs_that_diverged_are_drawn_as_far_as_they_compare():
+    def trained(vocab_size: int, *losses: float) -> LoggedRun:
+        streams = {"train": ([0, 1, 2], losses), "val": ([0, 2], losses[::2])}
+        return LoggedRun("run", streams, [], {"data_dir": "a", "vocab_size": vocab_size})
+
+    runs = [trained(300, 3.0, math.nan, math.inf), trained(1024, 4.0, 3.5, 3.0)]
+    axes = plots.plot_by_text(plots.draw_loss, runs).axes
+    assert [axis.get_title("left") for axis in axes] == ["a, 300 tokens", "a, 1,024 tokens"]
+    assert all(map(math.isfinite, axes[0].get_ylim()))
+    assert plots.plot_by_text(plots.draw_by_time, []) is None
+    assert plots.plot_training(runs) is None, "of whose speed nothing is known"
 
 
 @pytest.mark.parametrize("changes, is_recipe", [

@@ -9,13 +9,17 @@ import re
 import sys
 from contextlib import nullcontext
 from graphlib import TopologicalSorter
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 import same_bits
 import torch
 from conftest import ROOT, run_program, torchrun_variables
+from packaging.specifiers import SpecifierSet
 
+import config
+import fineweb
 import train_gpt2
 from support.common import UserError, command_for, reading, run_script, write_whole
 from support.device import GPUS, fall_back_to_cpu
@@ -177,7 +181,16 @@ def test_same_bits_names_each_run_before_it_starts(monkeypatch, capsys):
     assert told[1:-1] == [f"{name} …\n" for name in same_bits.RUNS]
 
 
-def test_the_example_of_the_learning_rate_is_true():
-    found = doctest.testmod(train_gpt2)
+def test_pins_without_a_condition_install_on_the_oldest_python():
+    for name in ("requirements.txt", "requirements-dev.txt"):
+        pins = re.findall(r"^([\w-]+)==[\w.]+$", (ROOT / name).read_text(), re.MULTILINE)
+        assert len(pins) > 5
+        for package in pins:
+            assert "3.10" in SpecifierSet(metadata(package)["Requires-Python"]), package
+
+
+@pytest.mark.parametrize("module", [train_gpt2, config, fineweb])
+def test_the_examples_of_the_rules_are_true(module):
+    found = doctest.testmod(module)
     assert found.attempted > 0
     assert found.failed == 0

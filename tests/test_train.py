@@ -142,12 +142,13 @@ def test_accumulated_gradients_are_those_of_one_large_batch(B):
     generator = torch.Generator().manual_seed(0)
     sequences = torch.randint(0, 50257, (8, 9), generator=generator)
 
-    def step(batch: int, grad_clip: float = 0.0):
+    def step(batch: int, grad_clip: float = 0.0, scaled: bool = False):
         torch.manual_seed(0)
         model = GPT(GPTConfig(block_size=8, n_layer=2, n_head=2, n_embd=8)).double()
         optimizer = torch.optim.SGD(model.parameters())
         before = parameters_to_vector(model.parameters())
-        loss, norm = step_on(model, [optimizer], sequences, batch, lr=1.0, grad_clip=grad_clip)
+        how = dict(lr=1.0, grad_clip=grad_clip, scaled=scaled)
+        loss, norm = step_on(model, [optimizer], sequences, batch, **how)
         return before - parameters_to_vector(model.parameters()), loss, norm
 
     whole, loss, norm = step(8)
@@ -158,6 +159,8 @@ def test_accumulated_gradients_are_those_of_one_large_batch(B):
     clipped, _, norm_before = step(B, grad_clip=0.25)
     assert norm_before == norm_of_parts > 0.25
     assert clipped.norm().item() == pytest.approx(0.25, rel=1e-3)
+    unscaled, _, norm_unscaled = step(B, grad_clip=0.25, scaled=True)
+    assert (unscaled - clipped).abs().max() < 1e-6 and abs(norm_unscaled - norm_before) < 1e-6
 
 
 def test_updates_are_those_of_build_nanogpt_on_the_gpt2_of_transformers(tmp_path):
@@ -350,7 +353,7 @@ def test_the_losses_of_text_are_shared_among_its_bytes_and_its_characters(tmp_pa
 
 def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
     log_dir = tmp_path / "log"
-    often = "--val-every 3 --val-tokens 160 --sample-every 3 --num-samples 2"
+    often = "--val-every 3 --val-tokens 160 --sample-every 3 --num-samples 2 --checkpoint-every 6"
     done = train(shards, log_dir, often)
     assert "B 2 × T 16 × accumulation 2 × ranks 1 = 64 tokens" in done.stdout
     assert "rank 0 sample 1: Hello, I'm a language model," in done.stdout
@@ -358,6 +361,12 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
     lines = [line.split() for line in (log_dir / "log.txt").read_text().splitlines()]
     assert [step for step, stream, _ in lines if stream == "val"] == ["0", "3", "6"]
     assert [int(step) for step, stream, _ in lines if stream == "train"] == list(range(6))
+    for step, stream, value in lines:
+        [record] = [r for r in read_records(log_dir, stream) if r["step"] == int(step)]
+        expected = f"{record['val_loss']:.4f}" if stream == "val" else f"{record['loss']:.6f}"
+        assert value == expected
+    model = GPT.from_pretrained(log_dir / "ckpt_000006")
+    assert record["val_loss"] == pytest.approx(validate(model, shards, 3, 16, 160)[0], rel=1e-5)
     first = read_records(log_dir)[0]
     assert first["config"]["max_steps"] == 6
     assert first["versions"]["torch"]
@@ -367,6 +376,26 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
     assert "mfu" not in done.stdout and "TFLOP/s" not in done.stdout
     assert (log_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "6 updates, 384 tokens" in (log_dir / "report.md").read_text()
+
+
+def test_every_setting_of_the_recipe_reaches_the_run(shards, tmp_path, monkeypatch):
+    flags = """--seed 7 --beta1 0.8 --beta2 0.7 --eps 1e-5 --weight-decay 0.2 --grad-clip 0.3
+        --optimizer muon --embedding-lr 3"""
+    config = parse_command_line([str(arg) for arg in tiny_run(shards, tmp_path / "log", flags)])
+    run = train_gpt2.build_run(config, [], WORLD, None)
+    assert (run.train_loader.seed, run.train_loader.shuffle) == (7, True)
+    adamw, muon = run.optimizers
+    matrices, others = adamw.param_groups
+    assert [(g["betas"], g["eps"]) for g in adamw.param_groups] == [((0.8, 0.7), 1e-5)] * 2
+    assert (matrices["lr_scale"], others["lr_scale"]) == (3.0, 1.0)
+    decays = [group["weight_decay"] for group in (matrices, others, *muon.param_groups)]
+    assert decays == [0.2, 0.0, 0.2]
+    given: dict = {}
+    nothing = torch.zeros(())
+    step = lambda **options: given.update(options) or (nothing, nothing, False)  # noqa: E731
+    monkeypatch.setattr(train_gpt2, "train_step", step)
+    train_gpt2.make_update(run, lr=0.5)
+    assert (given["grad_clip"], given["lr"], given["grad_accum_steps"]) == (0.3, 0.5, 2)
 
 
 def test_a_line_of_training_on_a_gpu_has_the_mfu():
@@ -434,8 +463,10 @@ def assert_same_bits(path: Path, other: Path) -> dict:
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, way):
     flags = f"{way} --max-steps 8 --checkpoint-every 4 --val-every 4 --val-tokens 160"
     done = train(shards, tmp_path / "whole", flags)
-    if way == "--compile" and "not compiled" in done.stdout:
-        pytest.skip("no compiler here")
+    if way == "--compile":
+        if why_not_compile(torch.device("cpu")):
+            pytest.skip("no compiler here")
+        assert "model: compiled" in done.stdout
     whole = tmp_path / "whole"
     cut = shutil.copytree(whole, tmp_path / "cut")
     last = "ckpt_000008"
@@ -801,7 +832,7 @@ def test_a_gpu_that_is_too_old_for_this_pytorch_is_told_what_to_install(
 ):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
-    archs = ["sm_75", "sm_80", "sm_90a", "sm_100", "compute_120"]
+    archs = ["sm_75", "sm_80", "sm_90a", "sm_100", "compute_120", "gfx90a"]
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
     if is_known:
         device.refuse_old_gpu(torch.device("cuda"))
@@ -1032,7 +1063,7 @@ def test_all_problems_of_a_configuration_are_told_together_with_the_way_out(tmp_
     [
         (dict(batch_size=3), 1, ["batch_size 3", "4 sequences", "1, 2, 4"]),
         (dict(val_every=5, val_tokens=3), 1, ["val_tokens 3", "sequence of 16"]),
-        (dict(tracker="wandb"), 1, ["wandb", "pip install wandb"]),
+        (dict(tracker="wandb"), 1, ["wandb", f"{as_typed('pip')} install wandb"]),
         (dict(batch_size=0), 3, ["64", "16 × processes 3", "48 or 96"]),
         (dict(eval_only=True), 3, ["--init-from MODEL"]),
         (dict(eval_only=True, init_from="gpt2", resume="auto"), 1, ["no --resume"]),
