@@ -424,11 +424,11 @@ def test_a_disk_that_is_full_of_records_is_one_sentence(corpus, tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def save(log_dir: Path, step: int, weight: float = 0.0) -> Path:
+def save(log_dir: Path, step: int, weight: float = 0.0, keep: int = 0) -> Path:
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=2))
     model.transformer.wte.weight.data[0, 0] = weight
-    writer = checkpoint.Writer(Stop(start_world("cpu")), log_dir)
+    writer = checkpoint.Writer(Stop(start_world("cpu")), log_dir, keep)
     writer.save(model, model.configure_optimizers(), {"step": step}, {})
     return writer.settle()
 
@@ -494,7 +494,12 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
     monkeypatch.setattr(checkpoint, "SAVES_IN_BACKGROUND", {beside})
     old = tmp_path / "old"
     save(old, step=1)
-    for log_dir, ended in kill_everywhere(tmp_path, lambda folder: save(folder, step=step), old):
+
+    def save_again(log_dir: Path) -> None:
+        save(log_dir, step, weight=1.0, keep=1)  # removes the old one
+
+    for log_dir, ended in kill_everywhere(tmp_path, save_again, old):
+        assert not any(map(checkpoint.damage_of, checkpoint.checkpoints(log_dir)))
         checkpoint.sweep(log_dir)
         found, said = find(log_dir)
         if found is None:  # it died between the two renames
@@ -504,6 +509,7 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
         assert not list(log_dir.glob(".ckpt*"))
         if ended:
             assert found.state["step"] == step
+            assert GPT.from_pretrained(found.path).transformer.wte.weight[0, 0] == 1.0
         outcome("kills", f"a save of step {step}, {beside}, event {log_dir.name}", RIGHT)
 
 

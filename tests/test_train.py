@@ -459,10 +459,14 @@ def assert_same_bits(path: Path, other: Path) -> dict:
     return state
 
 
-@pytest.mark.parametrize("way", ["", "--compile", "--optimizer muon", "--dtype float16"])
-def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, way):
+@pytest.mark.parametrize("way, threads", [
+    ("", 1), ("--compile", 1), ("--optimizer muon", 1), ("--dtype float16", 1),
+    ("", 2), ("--compile", 2),
+])  # fmt: skip
+def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, way, threads):
     flags = f"{way} --max-steps 8 --checkpoint-every 4 --val-every 4 --val-tokens 160"
-    done = train(shards, tmp_path / "whole", flags)
+    how = {"OMP_NUM_THREADS": "2"} if threads == 2 else {}  # in a process of its own
+    done = train(shards, tmp_path / "whole", flags, **how)
     if way == "--compile":
         if why_not_compile(torch.device("cpu")):
             pytest.skip("no compiler here")
@@ -471,8 +475,12 @@ def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, wa
     cut = shutil.copytree(whole, tmp_path / "cut")
     last = "ckpt_000008"
     shutil.rmtree(cut / last)
-    done = train(shards, cut, f"{flags} --resume auto")
+    done = train(shards, cut, f"{flags} --resume auto", **how)
     assert "ckpt_000004: 4 updates" in done.stdout
+    starts = [*read_records(cut, "run"), *read_records(cut, "resume")]
+    assert [start["device"]["threads"] for start in starts] == [threads] * 2
+    walls = [record["wall"] for record in read_records(cut, "train")]
+    assert walls == sorted(walls), "it goes on behind the interruption"
     assert losses(cut) == losses(whole)
     assert (cut / "log.txt").read_text() == (whole / "log.txt").read_text()
     state = assert_same_bits(cut / last, whole / last)
