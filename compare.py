@@ -168,8 +168,8 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     flags = [*before, *own]
     settings, complaint = ask(copy, flags)
     inherited = re.findall(r"--[\w-]+(?= has no effect)", complaint)
-    if inherited and not set(inherited) & {flag.partition("=")[0] for flag in own}:
-        flags = [*without(before, *inherited), *own]  # the base's, in vain with the arm's
+    if inherited and len(without(own, *inherited)) == len(own):
+        flags = [*without(before, *inherited), *own]  # without the base's, in vain with the arm's
         settings, complaint = ask(copy, flags)
     if complaint:
         raise UserError(f"{name}: {text!r} is refused\n{complaint}")
@@ -202,18 +202,16 @@ def compare_code(base: dict[str, str], code: dict[str, str]) -> str:
 
 def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list]:
     """'learning_rate=4e-3,8e-3' -> the setting's name and its values, in order."""
-    base, *_ = arms
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
-    kind: type = type(base.recipe.get(name))
+    kind: type = type(arms[0].recipe.get(name))
     if kind not in (int, float):
         raise UserError(f"--sweep {text}: {name} is no number that train_gpt2.py knows")
     values = sorted({kind(value) for value in listed.split(",")})
     if len(values) < 2 or values[0] <= 0:
         raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")
     for arm, value in product(arms, values):
-        _, complaint = ask(arm.copy, [*arm.flags, f"--{name}={value}"])
-        if complaint:
+        if complaint := ask(arm.copy, [*arm.flags, f"--{name}={value}"])[1]:
             raise UserError(f"--sweep {text}: {arm.name} cannot have {value}\n{complaint}")
     return name, values
 

@@ -434,7 +434,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
         source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""
         if not source and c.data_dir != TrainConfig.data_dir:
             source = " --source YOUR_TEXT"
-        size = "auto" if c.minutes else VOCAB_SIZES.get(c.preset, "")
+        size = "auto" if c.minutes and source else VOCAB_SIZES.get(c.preset, "")
         command = f"{command_for('fineweb.py')}{source}" + (f" --vocab-size {size}" if size else "")
         command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")

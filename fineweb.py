@@ -521,10 +521,7 @@ def write_shards(
 
 
 def begin_folder(folder: Path, manifest: dict, tokenizer: Tokenizer, first: str) -> None:
-    """Writes the manifest, and the vocabulary if it is its own; with --overwrite, removes the old.
-
-    first: the name of the first shard, which is about to be in the manifest.
-    """
+    """Writes the manifest and its vocabulary; with --overwrite, removes old shards, but `first`."""
     if (folder / MANIFEST).exists():  # --overwrite
         with suppress(UserError):  # of a damaged one, nobody knows the shards
             names = {shard["name"] for shard in read_manifest(folder)["shards"]}

@@ -85,9 +85,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(speeds))
         problems.append(f"{flags} each set the speed: choose one")
     if config.minutes and config.tokens_per_second:
-        problems.append(
-            "--tokens-per-second is of one model, and --minutes has yet to choose it: give --mfu"
-        )
+        problems.append("--tokens-per-second is of one model, --minutes chooses it: give --mfu")
     if config.eval_only:
         problems.append("--eval-only trains nothing: leave it out to plan a training run")
     if config.minutes and not problems:

@@ -120,8 +120,7 @@ def main(args: list[str]) -> None:
     if config.interactive and config.prompt is not None:
         raise UsageError("--interactive asks for prompts: leave --prompt out")
     config = fill_in(config)
-    own = [own_prompt(config.model)]
-    prompts = own if config.prompt is None else read_prompts(config.prompt)
+    prompts = [own_prompt(config.model)] if config.prompt is None else read_prompts(config.prompt)
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")

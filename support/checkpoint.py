@@ -277,11 +277,14 @@ def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> N
         return F.pad(x, (0, 0, 0, rows[name] - len(x))) if is_cut else x
 
     padded = resize_states(moments, pad)
-    own = [group for optimizer in optimizers for group in optimizer.param_groups]
-    padded["param_groups"] = [
-        {**group, "params": saved["params"]}
-        for group, saved in zip(own, padded["param_groups"], strict=True)
+    own = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    kept = [  # not those of an optimizer without a state
+        (optimizer, {**group, "params": saved["params"]})
+        for (optimizer, group), saved in zip(own, padded["param_groups"], strict=True)
+        if moments["state"].keys() & {*saved["params"]}
     ]
+    padded["param_groups"] = [group for _, group in kept]
+    optimizers = list(dict.fromkeys(optimizer for optimizer, _ in kept))
     options = state_dict.StateDictOptions(full_state_dict=True)
     state_dict.set_optimizer_state_dict(model, optimizers, padded, options=options)
 

@@ -151,8 +151,12 @@ def command_for(script: str) -> str:
 
 def without(args: list[str], *flags: str) -> list[str]:
     """The arguments without these flags and their values."""
-    pairs = pairwise(["", *args])
-    return [arg for flag, arg in pairs if not {flag, arg.partition("=")[0]} & {*flags}]
+
+    def is_out(arg: str) -> bool:
+        return arg.partition("=")[0].replace("_", "-") in flags
+
+    pairs = [(before, arg) for before, arg in pairwise(["", *args]) if not is_out(arg)]
+    return [arg for before, arg in pairs if arg[:2] == "--" or "=" in before or not is_out(before)]
 
 
 def new_run_from(checkpoint: Path) -> str:

@@ -85,8 +85,8 @@ def refuse_old_gpu(device: torch.device) -> None:
 def install_for_older_cuda() -> str:
     """A command for this version of PyTorch, which satisfies the pin of requirements.txt."""
     version = torch.__version__.partition("+")[0]
-    command = f"{as_typed('pip')} install --force-reinstall torch=={version}"
-    return f"{command} --index-url https://download.pytorch.org/whl/cu126"
+    where = "--index-url https://download.pytorch.org/whl/cu126"
+    return f"{as_typed('pip')} install --force-reinstall torch=={version} {where}"
 
 
 def limit_nccl(group: Any, device: torch.device) -> None:

@@ -62,7 +62,8 @@ def take_fingerprint(model: GPT) -> Fingerprint:
             expected = gpt2(made_up, idx, config)
             expected_loss = F.cross_entropy(LARGE * expected[0], targets[0], ignore_index=-1).item()
             difference = other_tensor(model) or other_output(logits, loss, expected, expected_loss)
-            if abs(loss - own_loss) > CLOSE * LARGE * expected.std():
+            rounding = CLOSE * LARGE * expected.std()
+            if abs(loss - expected_loss) <= rounding < abs(loss - own_loss):  # a change in vain
                 also = "its loss is not the cross-entropy of its logits"
                 difference = "; ".join(filter(None, [difference, also]))
     except Exception as error:  # changed code may raise anything

@@ -58,13 +58,15 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")
     # in float32, compiled updates are hardly faster, and compiling takes half a minute
     config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
-    shards = {split: find_shards(Path(config.data_dir), split) for split in ("train", "val")}
-    most = EPOCHS * sum(shard.num_tokens for shard in shards["train"])
+    data_dir = Path(config.data_dir)
+    most = EPOCHS * sum(shard.num_tokens for shard in find_shards(data_dir, "train"))
     vocab_size = tokenizer_of_data(config.data_dir).vocab_size
     config = config.sized_for(operations, vocab_size, world.size, most)
-    longest = max(shard.num_tokens for shard in shards["val"]) - 1  # a sequence of what is held out
+    if not config.val_every:
+        return config
+    longest = max(shard.num_tokens for shard in find_shards(data_dir, "val")) - 1
     T = 2 ** int(math.log2(max(1, min(longest, config.sequence_length))))
-    return config.with_chosen({"sequence_length": T})
+    return config.with_chosen({"sequence_length": T})  # of which what is held out has one
 
 
 def fit_schedule(

@@ -19,6 +19,7 @@ from support.published import (
     OPENAI,
     RECIPE,
     SIZE,
+    VOCAB_SIZE,
     beside_openai,
     is_recipe,
     is_scored,
@@ -26,7 +27,6 @@ from support.published import (
     size_of,
     text_of,
 )
-from support.tokenizer import VOCAB_SIZE
 
 # Colour-blind readers can tell these apart. Their contrast is above 3.8 on GitHub's light pages and
 # on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
@@ -169,8 +169,9 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     draw_band(axis, runs, "val", units)
     for run, unit, style in zip(runs, units, cycle(STYLES)):
         color = style["color"]
-        if "train" in run.streams:
-            steps, losses = finite(run.streams["train"])
+        streams = finite(run)
+        if "train" in streams:
+            steps, losses = streams["train"]
             mean, deviation = average(losses)
             few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
             label = f"training {mean[-1]:.2f}" if alone else None
@@ -183,8 +184,8 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
                 axis.fill_between(steps[few], *band[:, few], color=color, alpha=0.1, linewidth=0)
                 # one point draws no line, but has a label
                 axis.plot(steps[-1:], band[0, -1:], color=color, label="± one deviation")
-        if "val" in run.streams:
-            steps, losses = finite(run.streams["val"])
+        if "val" in streams:
+            steps, losses = streams["val"]
             name = "validation" if alone else run.name
             label = f"{name} {losses[-1]:.3f}"
             tops.append(losses[in_view(run, steps)].max())
@@ -199,10 +200,11 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     label_lines(axis)
 
 
-def finite(stream: tuple) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values without those of build-nanogpt that are nan or inf: it trains on."""
-    steps, values = map(np.array, stream)
-    return steps[np.isfinite(values)], values[np.isfinite(values)]
+def finite(run: LoggedRun) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Its streams without values that are nan or inf, with which build-nanogpt trains on."""
+    arrays = {name: (np.array(steps), np.array(y)) for name, (steps, y) in run.streams.items()}
+    kept = {name: (steps[np.isfinite(y)], y[np.isfinite(y)]) for name, (steps, y) in arrays.items()}
+    return {name: stream for name, stream in kept.items() if len(stream[0])}
 
 
 def mark_steps(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -> None:

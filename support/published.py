@@ -6,13 +6,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from support.tokenizer import VOCAB_SIZE
-
 if TYPE_CHECKING:
     from support.log import LoggedRun
 
 ASSETS = Path(__file__).parent.parent / "assets"
 OPENAI: dict = json.loads((ASSETS / "openai.json").read_text())
+VOCAB_SIZE = OPENAI["vocab_size"]  # losses of other vocabularies are not compared with these
 SIZE = dict(n_layer=12, n_embd=768, total_batch_size=524288)
 RECIPE = SIZE | dict(optimizer="adamw", max_steps=19073)
 FEWEST_EXAMPLES = 1000  # of HellaSwag: with fewer, the standard error is over 1.4%

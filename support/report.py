@@ -133,7 +133,7 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
             rows["best checkpoint"] = describe_best(best)
             lowest = min(of_type(records, "val"), key=lambda val: val["val_loss"], default=best)
             if lowest["step"] != best["step"]:
-                lost = f"step {lowest['step']:,} had {lowest['val_loss']:.4f}, see --save-best"
+                lost = f"step {lowest['step']:,} had {lowest['val_loss']:.4f}"
                 rows["best checkpoint"] += f" of those saved; {lost}"
     for record in at_end:
         rows |= {name.rstrip(":"): figure for name, figure in record.get("figures", {}).items()}

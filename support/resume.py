@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterable
 from copy import copy
@@ -57,8 +58,7 @@ def command_line(launcher: str, args: list[str]) -> str:
 
 def args_to_resume(args: list[str]) -> list[str]:
     """The arguments that resume the run that these began."""
-    kept = [arg for arg in without(args, "--resume") if arg.partition("=")[0] != "--overwrite"]
-    return [*kept, "--resume", "auto"]
+    return [*without(args, "--resume", "--overwrite"), "--resume", "auto"]
 
 
 # -- which settings, which checkpoint
@@ -91,10 +91,8 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     folder = config.log_dir if config.resume == "auto" else candidates[0].parent
     starts = world.broadcast(starts_of(records_of(folder)))
     if not starts and any(path.exists() for path in candidates):
-        raise UsageError(
-            f"--minutes: {folder} has no metrics.jsonl, which says what was chosen: type the flags "
-            "of that run instead"
-        )
+        problem = f"{folder} has no metrics.jsonl, which says what was chosen"
+        raise UsageError(f"--minutes: {problem}: type the flags of that run instead")
     if not starts:
         return config
     before = starts[-1]["config"]
@@ -288,10 +286,12 @@ def restore(
         scaler.load_state_dict(state["scaler"])
     loader.load_state_dict(state)
     progress = Progress.from_saved(state)
-    best = progress.best_saved
-    is_there = best and checkpoint.path_of(config.log_dir, best["step"]).exists()
-    if not is_there or not is_own(config, resumed_from):
-        progress.best_saved = None  # its checkpoint is gone, or not in this log_dir
+    if best := progress.best_saved:
+        is_there = checkpoint.path_of(config.log_dir, best["step"]).exists()
+        if not is_there or not is_own(config, resumed_from):
+            progress.best_saved = None  # its checkpoint is gone, or not in this log_dir
+        elif config.val_every and state["config"]["val_tokens"] != config.val_tokens:
+            progress.best_saved = best | {"loss": math.inf}  # of other text: the next one is lower
     return progress
 
 

@@ -322,6 +322,7 @@ def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypa
 
     monkeypatch.setattr(compare, "read_outcome", read_outcome)
     monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "ask", lambda *_: ({}, ""))
     base, new = (Arm(name, tmp_path, [], dict(dtype="float32")) for name in ("base", "new"))
     trainer = Trainer(tmp_path, total=5)
     trainer.run(base, {"seed": 1})

@@ -284,7 +284,7 @@ def test_the_table_of_the_reproduction_is_what_the_program_prints(capsys):
         ("--init-from gpt2 --sequence-length 2048", "know 1024 positions, 2048 were asked for"),
         ("--n-head 7", "n_embd 768 is not a multiple of n_head 7"),
         ("--init-from nowhere", "nowhere"),
-        ("--minutes 9 --tokens-per-second 9", "--minutes has yet to choose it: give --mfu"),
+        ("--minutes 9 --tokens-per-second 9", "--minutes chooses it: give --mfu"),
     ],
 )
 def test_a_plan_refuses_wrong_settings_in_a_sentence(flags, words):

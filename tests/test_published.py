@@ -75,6 +75,7 @@ def test_runs_of_two_vocabularies_and_runs_that_diverged_are_drawn_as_far_as_the
         return LoggedRun("run", streams, [], {"data_dir": "a", "vocab_size": vocab_size})
 
     runs = [trained(300, 3.0, math.nan, math.inf), trained(1024, 4.0, 3.5, 3.0)]
+    runs.append(trained(300, math.nan, math.nan, math.nan))
     axes = plots.plot_by_text(plots.draw_loss, runs).axes
     assert [axis.get_title("left") for axis in axes] == ["a, 300 tokens", "a, 1,024 tokens"]
     assert all(map(math.isfinite, axes[0].get_ylim()))

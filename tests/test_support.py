@@ -92,7 +92,8 @@ def test_a_gpu_is_known_by_the_name_that_cuda_gives(name, known_as):
 
 
 DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build\n"
-REFUSED = "PyTorch for CUDA 13.0 cannot use the GPU with driver 535.54.03: .* or add --device cpu"
+REFUSED = "PyTorch for CUDA 13.0 cannot use the GPU with driver 535.54.03: update the driver, add "
+REFUSED += "--device cpu, or pip install --force-reinstall torch=="
 
 
 @pytest.mark.parametrize("cuda, files, name, visible, ends", [
@@ -111,6 +112,7 @@ def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, nam
         monkeypatch.setattr(f"support.{module}.Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available: None)
     monkeypatch.setattr("torch.version.cuda", cuda)
+    monkeypatch.setattr("support.device.as_typed", str)
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     monkeypatch.setattr(os, "environ", torchrun_variables(0, 8, 8) | visible)
     fall_back_to_cpu.cache_clear()

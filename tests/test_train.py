@@ -378,6 +378,23 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
     assert "6 updates, 384 tokens" in (log_dir / "report.md").read_text()
 
 
+def test_an_optimizer_without_a_state_resumes_beside_one_with(tmp_path):
+    """As somebody's own may be."""
+    model = GPT(GPTConfig(block_size=8, vocab_size=300, n_layer=1, n_head=2, n_embd=16))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizers = [torch.optim.SGD(vectors), torch.optim.AdamW(matrices)]
+    step_on(model, optimizers, torch.randint(0, 300, (2, 9)), B=2)
+    checkpoint.Writer(Stop(WORLD), tmp_path).save(model, optimizers, dict(step=1), {})
+    saved = checkpoint.load_state(tmp_path / "ckpt_000001")["optimizer"]
+    again = [torch.optim.SGD(vectors), torch.optim.AdamW(matrices)]
+    checkpoint.load_optimizers(model, again, saved)
+    moments = [each[1].state[matrices[-1]]["exp_avg"] for each in (optimizers, again)]
+    assert torch.equal(*moments) and not again[0].state
+    other = {"state": {"transformer.wte.weight": dict(count=3, column=torch.ones(1, 16))}}
+    assert checkpoint.resize_states(other, model.without_padding) == other, "nothing is cut"
+
+
 def test_every_setting_of_the_recipe_reaches_the_run(shards, tmp_path, monkeypatch):
     flags = """--seed 7 --beta1 0.8 --beta2 0.7 --eps 1e-5 --weight-decay 0.2 --grad-clip 0.3
         --optimizer muon --embedding-lr 3"""
@@ -696,21 +713,24 @@ def test_a_card_has_no_loss_of_an_earlier_model(corpus, tmp_path):
     assert all("| training loss of the last update |" in card for card in cards)
 
 
-@pytest.mark.parametrize("is_there, resumed_from, kept", [
-    (True, ".", True), (True, "elsewhere", False), (False, ".", False)
+@pytest.mark.parametrize("is_there, resumed_from, val_tokens, best", [
+    (True, ".", 99, {"step": 2, "loss": 3.0}),
+    (True, ".", 88, {"step": 2, "loss": math.inf}),  # any loss of other text is lower
+    (True, "elsewhere", 99, None),
+    (False, ".", 99, None),
 ])  # fmt: skip
 def test_a_best_checkpoint_that_is_gone_or_elsewhere_is_forgotten(
-    tmp_path, is_there, resumed_from, kept
+    tmp_path, is_there, resumed_from, val_tokens, best
 ):
     if is_there:
         checkpoint.path_of(tmp_path, 2).mkdir()
     state = Progress(best_saved={"step": 2, "loss": 3.0}).as_saved()
-    state |= dict(optimizer={"state": {}}, scaler={})
+    state |= dict(optimizer={"state": {}}, scaler={}, config={"val_tokens": val_tokens})
     saved = checkpoint.Checkpoint(tmp_path / resumed_from / "ckpt_000003", state, [])
-    config = TrainConfig(log_dir=str(tmp_path))
+    config = TrainConfig(log_dir=str(tmp_path), val_tokens=99)
     loader = SimpleNamespace(load_state_dict=lambda _: None)
     progress = resume.restore(config, saved, None, [], None, loader)
-    assert bool(progress.best_saved) == kept
+    assert progress.best_saved == best
 
 
 @pytest.mark.parametrize("name, code, words", [
