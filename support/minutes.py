@@ -35,7 +35,6 @@ EVALUATING = 0.05  # of the time
 START = 20.0  # seconds for imports and compiling
 LAST = 5.0  # seconds for the last checkpoint, the picture and the report
 EPOCHS = 20  # more of them would only memorize the text: docs/minutes.md
-SLOWER = 1.1  # an update than in the rehearsal: in two runs 10 and 18%, when that timed AdamW
 REHEARSED = 20  # updates, at most
 REHEARSING = 0.05  # of the time, at most, for them
 OPEN = {"val": "val_every", "samples": "sample_every"}  # chosen, if they are not typed
@@ -93,7 +92,7 @@ def fit_schedule(
         torch.cuda.empty_cache()
     spent = time.perf_counter() - began
     left = AIM * 60 * config.minutes - spent - LAST
-    steps, times = world.broadcast(divide_time(config, left, SLOWER * update, evaluations))
+    steps, times = world.broadcast(divide_time(config, left, update, evaluations))
     if steps < 10:
         raise UserError(
             f"--minutes {config.minutes:g}: no ten updates fit the time, after {spent:.0f} s of "
