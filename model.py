@@ -360,6 +360,7 @@ class GPT(nn.Module):
         hf.load_weights(model, files.fields, files.weights)
         model.origin = files.origin
         model.tokenizer = files.tokenizer
+        hf.name_change(files, model)
         return model
 
     def save_pretrained(

@@ -147,7 +147,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
 
 def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     """The settings that --minutes would choose at the planned speed, with no time for start-up."""
-    from support.minutes import AIM, divide_time
+    from support.minutes import AIM, OPEN, divide_time
 
     seconds = 60 * AIM * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
@@ -155,8 +155,7 @@ def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     config = config.sized_for(seconds * per_second, vocab_size, config.gpus)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     steps, times = divide_time(config, seconds, config.total_batch_size / rate, evaluations={})
-    every = math.ceil(max(1, steps) / times)
-    config = config.with_chosen(dict(val_every=every, sample_every=every))
+    config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(max(1, steps) / times)))
     return config.scheduled_for(max(1, steps), epochs=1)
 
 

@@ -120,7 +120,9 @@ def main(args: list[str]) -> None:
     if config.interactive and config.prompt is not None:
         raise UsageError("--interactive asks for prompts: leave --prompt out")
     config = fill_in(config)
-    prompts = [own_prompt(config.model)] if config.prompt is None else read_prompts(config.prompt)
+    prompts = [] if config.prompt is None else read_prompts(config.prompt)
+    if not prompts and not config.interactive:
+        prompts = [own_prompt(config.model)]
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")

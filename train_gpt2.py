@@ -223,7 +223,7 @@ def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torc
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        dtype=device.matmul_dtype(world.device, world.any),
+        dtype=None if config.optimizer == "adamw" else device.matmul_dtype(world.device, world.any),
     )
 
 
@@ -251,8 +251,7 @@ def build_model(
         model = GPT(GPTConfig(**flags))
         model.tokenizer = tokenizer
     else:
-        T = config.sequence_length
-        model = GPT.from_pretrained(config.init_from, flags, block_size=T, **same_math)
+        model = GPT.from_pretrained(origin, flags, block_size=config.sequence_length, **same_math)
     hf.refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
     refuse_other_sizes(origin, model.config, config)
     warning = wrong_vocabulary(config.preset, tokenizer.vocab_size)

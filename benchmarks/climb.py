@@ -43,7 +43,6 @@ def plot_climbs(records: Sequence[str | Path]) -> Any:
             y += 1
             rate = row["tokens_per_sec"]
             shown = f"{rate:,.0f}" + (f" ({row['ms']:,.0f} ms)" if "ms" in row else "")
-            # measured in turns side by side, or published
             gain = f"   {row.get('total', rate / first):,.1f} ×" if rate != first else ""
             axis.text(-0.34, y, row["name"], transform=at_left, va="center")
             axis.plot([first, rate], [y, y], color=color, linewidth=1)

@@ -72,8 +72,8 @@ def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
 def refuse_old_gpu(device: torch.device) -> None:
     """Raises UserError if this PyTorch has no code for so old a GPU."""
     major, minor = torch.cuda.get_device_capability(device)
-    names = [arch for arch in torch.cuda.get_arch_list() if arch.startswith("sm_")]  # not AMD's
-    known = [int(name.removeprefix("sm_").rstrip("af")) for name in names]
+    names = torch.cuda.get_arch_list()  # sm_90a, compute_120; AMD's: gfx90a
+    known = [int(name[3:].rstrip("af")) for name in names if name.startswith("sm_")]
     if known and 10 * major + minor < min(known):
         name = torch.cuda.get_device_name(device)
         raise UserError(
@@ -84,9 +84,9 @@ def refuse_old_gpu(device: torch.device) -> None:
 
 def install_for_older_cuda() -> str:
     """A command for this version of PyTorch, which satisfies the pin of requirements.txt."""
-    version = torch.__version__.partition("+")[0]
+    torch_here = f"torch=={torch.__version__.partition('+')[0]}"
     where = "--index-url https://download.pytorch.org/whl/cu126"
-    return f"{as_typed('pip')} install --force-reinstall torch=={version} {where}"
+    return f"{as_typed('pip')} install --force-reinstall {torch_here} {where}"
 
 
 def limit_nccl(group: Any, device: torch.device) -> None:

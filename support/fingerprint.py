@@ -64,8 +64,8 @@ def take_fingerprint(model: GPT) -> Fingerprint:
             difference = other_tensor(model) or other_output(logits, loss, expected, expected_loss)
             rounding = CLOSE * LARGE * expected.std()
             if abs(loss - expected_loss) <= rounding < abs(loss - own_loss):  # a change in vain
-                also = "its loss is not the cross-entropy of its logits"
-                difference = "; ".join(filter(None, [difference, also]))
+                parts = [difference, "its loss is not the cross-entropy of its logits"]
+                difference = "; ".join(filter(None, parts))
     except Exception as error:  # changed code may raise anything
         return Fingerprint(f"a tiny model cannot be compared: {first_line(error)}", [], 0.0)
     return Fingerprint(difference, logits.flatten()[:: max(1, logits.numel() // 64)].tolist(), loss)

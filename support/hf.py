@@ -254,12 +254,10 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
 def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
     """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
     written = files.fingerprint
-    with reading(f"the model in {files.origin}"), torch.device("meta"):
-        ours = make().fingerprint
     if written is None:
-        if ours.difference:
-            say_once(f"{files.origin} is a GPT-2, and this code is not: {ours.difference}")
         return
+    with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
+        ours = make().fingerprint
     if ours.logits == written.logits == []:  # neither tiny model runs
         return
     expected = torch.tensor(written.logits)
@@ -268,6 +266,12 @@ def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
             f"{files.origin} is a changed GPT-2 ({written.difference}), but this code does not "
             "have the same change: use the code that wrote it"
         )
+
+
+def name_change(files: Pretrained, model: GPT) -> None:
+    """Says so if a GPT-2's weights are now in changed code."""
+    if files.fingerprint is None and (difference := model.fingerprint.difference):
+        say_once(f"{files.origin} is a GPT-2, and this code is not: {difference}")
 
 
 def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> None:

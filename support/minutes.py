@@ -106,7 +106,7 @@ def fit_schedule(
     if config.warmup_steps >= steps:
         raise UsageError(f"--warmup-steps {config.warmup_steps}: only {steps} updates fit the time")
     every = math.ceil(steps / times)
-    config = config.with_chosen(found | dict(val_every=every, sample_every=every))
+    config = config.with_chosen(found | dict.fromkeys(OPEN.values(), every))
     per_parameter = steps * config.total_batch_size / num_params
     world.say(
         f"minutes: {steps:,} updates, {1000 * update:.0f} ms each: "
@@ -145,16 +145,15 @@ def divide_time(
 ) -> tuple[int, int]:
     """How many updates fit the time that is left, and how many times the OPEN evaluations do.
 
-    update, evaluations: as `rehearse` found them. All are made once more, at step 0. Those that are
-    not open cost each update its share.
+    update, evaluations: `rehearse`'s. All are due at step 0, too; those not OPEN slow each update.
     """
     left -= sum(seconds for seconds, _ in evaluations.values())
     free = 0.0
     for name, (seconds, every) in evaluations.items():
-        if OPEN.get(name, name) in config.typed or name not in OPEN:
-            update += seconds / every
-        else:
+        if name in OPEN and OPEN[name] not in config.typed:
             free += seconds
+        else:
+            update += seconds / every
     times = max(2, min(10, int(EVALUATING * left / max(free, 0.01))))
     return int((left - times * free) / update), times
 

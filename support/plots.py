@@ -159,10 +159,8 @@ def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
 def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
-    levels = {}
-    for config in (run.config for run in runs):
-        if loss := openai_loss(config):
-            levels[f"OpenAI's {size_of(config)} {loss:.3f}"] = loss
+    theirs = {size_of(run.config): openai_loss(run.config) for run in runs}
+    levels = {f"OpenAI's {size} {loss:.3f}": loss for size, loss in theirs.items() if loss}
     draw_levels(axis, levels)
     tops = list(levels.values())
     units = scale_x(axis, runs)

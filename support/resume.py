@@ -90,10 +90,10 @@ def as_chosen(config: TrainConfig, world: World) -> TrainConfig:
     candidates = candidates_for(config)
     folder = config.log_dir if config.resume == "auto" else candidates[0].parent
     starts = world.broadcast(starts_of(records_of(folder)))
-    if not starts and any(path.exists() for path in candidates):
-        problem = f"{folder} has no metrics.jsonl, which says what was chosen"
-        raise UsageError(f"--minutes: {problem}: type the flags of that run instead")
     if not starts:
+        if any(path.exists() for path in candidates):
+            problem = f"{folder} has no metrics.jsonl, which says what was chosen"
+            raise UsageError(f"--minutes: {problem}: type the flags of that run instead")
         return config
     before = starts[-1]["config"]
     if before.get("minutes") != config.minutes:
@@ -162,9 +162,9 @@ def candidates_for(config: TrainConfig) -> list[Path]:
     if lies_in(path, config.log_dir):  # the run's own, however it was typed
         path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
     own = checkpoint.checkpoints(path)[::-1]
-    is_damaged = path.is_dir() or bool(checkpoint.checkpoints(path.parent))  # of such a name
-    is_damaged &= bool(checkpoint.NAME.fullmatch(path.name))
-    if not own and not is_damaged and not (path / checkpoint.STATE).exists():
+    is_named = checkpoint.NAME.fullmatch(path.name)  # so if it is damaged, `find` says how
+    is_known = is_named and (path.is_dir() or checkpoint.checkpoints(path.parent))
+    if not (own or is_known or (path / checkpoint.STATE).exists()):
         raise UsageError(f"--resume {config.resume}: no checkpoint is there")
     return own or [path]
 

@@ -120,10 +120,10 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
     assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
 
     sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / "last")
-    for _ in range(2):
+    for turn in range(2):
         start(text, log_dir, "--resume", "auto", **two_ranks())
         assert read_records(log_dir, "resume")[-1]["batch_size"] == 1, "2 sequences, for two"
-        sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / f"last {_}")
+        sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / f"last {turn}")
     (log_dir / "metrics.jsonl").unlink()
     lost = start(text, log_dir, "--resume", "auto", expect=2)
     assert f"{log_dir} has no metrics.jsonl, which says what was chosen" in lost.stderr

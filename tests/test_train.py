@@ -409,8 +409,11 @@ def test_every_setting_of_the_recipe_reaches_the_run(shards, tmp_path, monkeypat
     decays = [group["weight_decay"] for group in (matrices, others, *muon.param_groups)]
     assert decays == [0.2, 0.0, 0.2]
     given: dict = {}
-    nothing = torch.zeros(())
-    step = lambda **options: given.update(options) or (nothing, nothing, False)  # noqa: E731
+
+    def step(**options):
+        given.update(options)
+        return torch.zeros(()), torch.zeros(()), False
+
     monkeypatch.setattr(train_gpt2, "train_step", step)
     train_gpt2.make_update(run, lr=0.5)
     assert (given["grad_clip"], given["lr"], given["grad_accum_steps"]) == (0.3, 0.5, 2)
