@@ -26,7 +26,7 @@ from hellaswag import iterate_examples
 from model import GPT, GPTConfig
 from support.common import Count, CountOrZero, parse_flags, run_script, usable_cores, write_whole
 from support.compile import why_not_compile
-from support.device import peak_flops, pick_device, pick_dtype
+from support.device import free_memory, peak_flops, pick_device, pick_dtype
 from support.distributed import start_world
 from support.plots import save_picture
 from support.report import describe_run
@@ -48,9 +48,9 @@ class BenchConfig:
     beside: tuple[str, ...] = ()  # records to draw beside the published ones; measures nothing
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
-    batch_size: CountOrZero = 0  # micro-batch B; 0 = 1 on a CPU, 16 on a GPU
+    batch_size: CountOrZero = 0  # micro-batch B; 0 = 16 on a GPU of 40 GB, 4 on others, else 1
     sequence_length: Count = 1024  # tokens of a sequence, T
-    max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 16 on a CPU, 128 on a GPU
+    max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 128 on a GPU, else 16
     rounds: Count = 3  # how often each side is measured, in alternation
     hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
@@ -68,10 +68,12 @@ class Machine:
         self.device = pick_device(config.device)
         self.on_cpu = self.device.type == "cpu"
         self.on_gpu = self.device.type == "cuda"
+        # the first row needs 28 GB with 16 sequences
+        is_large = self.on_gpu and (free_memory(self.device) or 0) > 4e10
         self.config = replace(
             config,
-            batch_size=config.batch_size or (1 if self.on_cpu else 16),
-            max_batch=config.max_batch or (16 if self.on_cpu else 128),
+            batch_size=config.batch_size or (16 if is_large else 4 if self.on_gpu else 1),
+            max_batch=config.max_batch or (128 if self.on_gpu else 16),
         )
         self.size = MODELS[config.model]
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training

@@ -33,6 +33,7 @@ from tyro.conf import UseAppendAction
 from support.common import (
     UsageError,
     UserError,
+    hash_file,
     parse_flags,
     run_script,
     say,
@@ -177,6 +178,9 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     shards = find_shards(data, "train") + find_shards(data, "val")
     recipe = {key: value for key, value in settings.items() if key not in NO_EFFECT}
     recipe |= dict(data=identify(shards), code=hash_code(copy))
+    origin = Path(settings["init_from"])
+    if weights := [f for f in (origin, *sorted(origin.glob("*.safetensors"))) if f.is_file()]:
+        recipe["weights"] = [hash_file(file) for file in weights]
     return Arm(name, copy, flags, recipe, str(data))
 
 
@@ -328,10 +332,9 @@ def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> Non
 def widen(tried: list, best: float) -> list:
     """If the best is at an end: the value beyond it by the ratio of the two values there."""
     neighbours = {tried[0]: tried[1], tried[-1]: tried[-2]}
-    if best not in neighbours:
+    if best not in neighbours or isinstance(best, int):  # a larger size also takes more time
         return []
-    beyond = best**2 / neighbours[best]
-    beyond = round(beyond) if isinstance(best, int) else float(f"{beyond:.6g}")
+    beyond = float(f"{best**2 / neighbours[best]:.6g}")
     return [beyond] if beyond not in (0, best) else []
 
 
@@ -462,7 +465,7 @@ def describe_arm(arm: dict) -> list[str]:
     cells.append(show_interval(against["mean"], against["half"]))
     for fractions in (against["tokens"], against["seconds"]):
         shown = ["never" if x is None else f"{x:.2f}" for x in fractions]
-        cells.append(", ".join(shown) if any(fractions) else "never")
+        cells.append(", ".join(shown) if any(x is not None for x in fractions) else "never")
     return cells
 
 
@@ -543,6 +546,14 @@ def describe_best(found: list[tuple], base: str, unit: str) -> str:
 # -- the command
 
 
+def refuse_other_comparison(out: Path, names: set[str]) -> None:
+    """Raises UserError if the report in a directory has arms that this one would not have."""
+    record = out / "compare.json"
+    found = json.loads(record.read_bytes())["arms"] if record.exists() else []
+    if others := [arm["name"] for arm in found if arm["name"] not in names]:
+        raise UserError(f"--out {out}: its report also has {', '.join(others)}; choose another")
+
+
 def main(args: list[str]) -> None:
     # for tyro "--preset x" is a flag, " --preset x" a value
     spaced = [f" {v}" if flag in ("--base", "--arm") else v for flag, v in pairwise(["", *args])]
@@ -550,6 +561,7 @@ def main(args: list[str]) -> None:
     try:
         arms = read_arms(config)
         sweep, values = read_sweep(config.sweep, arms) if config.sweep else ("", [])
+        refuse_other_comparison(config.out, {arm.name for arm in arms})
         if config.seeds < (3 if sweep else 2):
             raise UserError("--seeds: at least 2 to judge, and 1 more to tune a --sweep")
     except ValueError as error:  # a UserError, or "No closing quotation"

@@ -12,20 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from support.common import (
-    Amount,
-    Count,
-    CountOrZero,
-    Fraction,
-    Positive,
-    Range,
-    UsageError,
-    as_typed,
-    command_for,
-    lies_in,
-    out_of_range,
-    read_flags,
-)
+from support import common
+from support.common import Amount, Count, CountOrZero, Fraction, Positive, Range, UsageError
 
 Config = TypeVar("Config", bound="TrainConfig")
 # --help shows the text as it is, not as a shell would need it
@@ -101,7 +89,7 @@ class Evaluation:
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
-    hellaswag_limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042
+    hellaswag_limit: CountOrZero = 0  # N examples, spread over the file; 0 = all 10,042
     hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
     sample_every: CountOrZero = 250  # steps between samples; 0 = never
     sample_prompt: Prompt = "Hello, I'm a language model,"  # the text that samples continue
@@ -145,8 +133,7 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         usual = usual_warmup(before["preset"], before["max_steps"])
         if "warmup_steps" in self.typed or before["warmup_steps"] == usual:
             return self
-        config = copy(self)
-        config.warmup_steps = before["warmup_steps"]
+        config = self.with_chosen({"warmup_steps": before["warmup_steps"]})
         if problems := wrong_sizes(config, 1):
             raise UsageError(*problems)
         return config
@@ -319,7 +306,9 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = 
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
     operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
-    tokens = min(most, operations / operations_per_token)
+    if most < operations / operations_per_token:
+        return choose_sizes(most * operations_per_token, vocab_size, typed, most)
+    tokens = operations / operations_per_token
     return dict(
         n_layer=n_layer,
         n_embd=C,
@@ -358,13 +347,15 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
     about = f"{config_class.__doc__}\n{NOTES}"
-    config = read_flags(config_class, args, config_class(**asdict(preset)), about)
+    config = common.read_flags(config_class, args, config_class(**asdict(preset)), about)
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
     config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
     if config.minutes and "max_steps" in config.typed:
         raise UsageError("--minutes and --max-steps each set the length of the run: choose one")
     if config.minutes and config.init_from != "scratch":
         raise UsageError("--minutes chooses a new model, --init-from brings its own: choose one")
+    if config.minutes and config.preset not in ("gpt2", *VOCAB_SIZES):
+        raise UsageError(f"--minutes and --preset {config.preset} each choose sizes: choose one")
     if "warmup_steps" not in config.typed:
         config.warmup_steps = usual_warmup(config.preset, config.max_steps)
     return config
@@ -388,7 +379,9 @@ def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> N
 
 def check(config: TrainConfig, world_size: int) -> list[str]:
     """All problems of a configuration, a sentence each, before anything is allocated."""
-    if problems := out_of_range(config):  # the other checks divide by these values
+    if problems := common.out_of_range(config):  # the other checks divide by these values
+        return problems
+    if config.minutes and (problems := wrong_places(config)):  # no sizes are chosen without data
         return problems
     return wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
 
@@ -420,7 +413,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
     """Directories and packages that are missing, or in the way."""
     problems = []
     log_dir = Path(c.log_dir).resolve()
-    resumes = c.resume == "auto" or (c.resume != "none" and lies_in(c.resume, log_dir))
+    resumes = c.resume == "auto" or (c.resume != "none" and common.lies_in(c.resume, log_dir))
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
@@ -435,20 +428,22 @@ def wrong_places(c: TrainConfig) -> list[str]:
         if not source and c.data_dir != TrainConfig.data_dir:
             source = " --source YOUR_TEXT"
         size = "auto" if c.minutes and source else VOCAB_SIZES.get(c.preset, "")
-        command = f"{command_for('fineweb.py')}{source}" + (f" --vocab-size {size}" if size else "")
+        command = f"{common.command_for('fineweb.py')}{source}"
+        command += f" --vocab-size {size}" if size else ""
         command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
-        problems.append(f"tracker {c.tracker} is missing: {as_typed('pip')} install {c.tracker}")
+        install = f"{common.as_typed('pip')} install {c.tracker}"
+        problems.append(f"tracker {c.tracker} is missing: {install}")
     return problems
 
 
-def wrong_vocabulary(preset: str, vocab_size: int) -> str:
+def wrong_vocabulary(c: TrainConfig, vocab_size: int) -> str:
     """A warning if a preset is tuned for a vocabulary of another size than the data's."""
-    fits = VOCAB_SIZES.get(preset, vocab_size)
-    if fits == vocab_size:
+    fits = VOCAB_SIZES.get(c.preset, vocab_size)
+    if fits == vocab_size or c.minutes:
         return ""
-    return f"; --preset {preset} is tuned for {fits:,}: fineweb.py --vocab-size {fits}"
+    return f"; --preset {c.preset} is tuned for {fits:,}: fineweb.py --vocab-size {fits}"
 
 
 def wrong_sizes(c: TrainConfig, world_size: int) -> list[str]:

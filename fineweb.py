@@ -29,6 +29,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
+from support import sources
 from support.common import (
     Count,
     CountOrZero,
@@ -43,19 +44,7 @@ from support.common import (
     write_whole,
 )
 from support.decontaminate import Benchmark, cut_out
-from support.sources import (
-    FIRST_ANSWER,
-    File,
-    Place,
-    Text,
-    find_changes,
-    find_size,
-    find_sources,
-    find_split,
-    read_batches,
-    read_for_vocabulary,
-    split,
-)
+from support.sources import FIRST_ANSWER, File, Place, Text
 from support.token_files import PUT_BACK, Shard, find_shards, write_shard
 from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
 from support.workers import map_ahead, run_and_exit, start_pool
@@ -256,8 +245,8 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
     all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
-    sources = [*options.get("val_source", ()), *options["source"]]
-    changes += find_changes(sources, manifest["files"], all_read)
+    named = [*options.get("val_source", ()), *options["source"]]
+    changes += sources.find_changes(named, manifest["files"], all_read)
     if changes and not overwrite:
         raise UserError(
             f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
@@ -326,6 +315,8 @@ def make_shards(config: Config, folder: Path) -> str:
                     tokenizer, where = fetch_shards(config.source[0], folder, manifest)
                 else:
                     tokenizer, where = shard_text(config, folder, manifest, given)
+                manifest["cursor"] = None  # complete
+                write_manifest(folder, manifest)
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     (folder / ".lock").unlink()
@@ -349,27 +340,22 @@ def shard_text(
     config: Config, folder: Path, manifest: dict, given: Tokenizer | None
 ) -> tuple[Tokenizer, str]:
     """Fills the folder from text -> its vocabulary, and which part of it is for validation."""
-    files = find_sources(manifest["options"], manifest["sources"])
+    files = sources.find_sources(manifest["options"], manifest["sources"])
     if (given or config.vocab_size) and not files[0].held_out:
-        manifest["split"] = manifest.get("split") or find_split(files, most_bytes(config))
-        files = split(files, manifest["split"])
+        manifest["split"] = manifest.get("split") or sources.find_split(files, most_bytes(config))
+        files = sources.split(files, manifest["split"])
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
-    return tokenizer, describe_held_out(files[0])
+    where = files[0].held_out or "its beginning"
+    if files[0].local and where == "its beginning":
+        where += "; to choose another text: --val-source FILE"
+    return tokenizer, where
 
 
 def most_bytes(config: Config) -> float:
     """How much text --max-tokens leaves, about: a token is four bytes."""
     return 4 * config.max_tokens or math.inf
-
-
-def describe_held_out(file: File) -> str:
-    """Which part of the text is for validation. file: the first one."""
-    where = file.held_out or "its beginning"
-    if file.local and where == "its beginning":
-        where += "; to choose another text: --val-source FILE"
-    return where
 
 
 def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, str]:
@@ -413,8 +399,6 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
         manifest["tokens"] += num_tokens
         manifest["counts"]["documents"] += documents
         write_manifest(folder, manifest)
-    manifest["cursor"] = None
-    write_manifest(folder, manifest)
     return tokenizer, "the dataset's own"
 
 
@@ -451,8 +435,8 @@ def choose_tokenizer(
     if config.vocab_size:
         size = config.vocab_size
         if size == "auto":
-            size = choose_vocab_size(find_size(files, most_bytes(config)))
-        tokenizer = train_vocabulary(read_for_vocabulary(files, benchmark), size)
+            size = choose_vocab_size(sources.find_size(files, most_bytes(config)))
+        tokenizer = train_vocabulary(sources.read_for_vocabulary(files, benchmark), size)
         if tokenizer.vocab_size < size:
             fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
             print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
@@ -501,7 +485,7 @@ def write_shards(
     )
     with bar, ThreadPoolExecutor(1) as writer:
         # each of these steps is lazy: it works when the next one asks
-        texts = read_batches(files, begin["file"], begin["text"])
+        texts = sources.read_batches(files, begin["file"], begin["text"])
         work = ((place, (batch, place.file < held_out)) for place, batch in texts)
         batches = map_ahead(pool, tokenize, work, ahead=2 * config.workers + 1)
         stream = stream_tokens(batches, limit, counts, bar)
@@ -516,8 +500,6 @@ def write_shards(
     if manifest["tokens"] != config.max_tokens:
         manifest["files"].update({file.name: file.stamp for file in files if file.stamp})
     manifest["counts"] = dict(counts)
-    manifest["cursor"] = None
-    write_manifest(folder, manifest)
 
 
 def begin_folder(folder: Path, manifest: dict, tokenizer: Tokenizer, first: str) -> None:

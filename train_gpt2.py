@@ -160,7 +160,7 @@ def build_run(
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
     wrapped_model = sharding.wrap(model, world)
-    optimizers = build_optimizers(config, model, world)
+    optimizers = build_optimizers(config, model, dtype)
     world.say(f"optimizer: {describe_optimizers(optimizers)}")
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
@@ -215,7 +215,9 @@ def build_train_loader(config: TrainConfig, world: World, B: int) -> DataLoaderL
     )
 
 
-def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torch.optim.Optimizer]:
+def build_optimizers(
+    config: TrainConfig, model: GPT, dtype: torch.dtype
+) -> list[torch.optim.Optimizer]:
     return model.configure_optimizers(
         config.optimizer,
         weight_decay=config.weight_decay,
@@ -223,7 +225,7 @@ def build_optimizers(config: TrainConfig, model: GPT, world: World) -> list[torc
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        dtype=None if config.optimizer == "adamw" else device.matmul_dtype(world.device, world.any),
+        dtype=dtype if dtype == torch.float32 else torch.bfloat16,
     )
 
 
@@ -254,7 +256,7 @@ def build_model(
         model = GPT.from_pretrained(origin, flags, block_size=config.sequence_length, **same_math)
     hf.refuse_other_vocabulary(origin, model, config.data_dir, tokenizer)
     refuse_other_sizes(origin, model.config, config)
-    warning = wrong_vocabulary(config.preset, tokenizer.vocab_size)
+    warning = wrong_vocabulary(config, tokenizer.vocab_size)
     world.say(f"vocabulary: {tokenizer}, from {config.data_dir}{warning}")
     world.say(
         f"model: {model.num_params():,} parameters, {model.origin or 'new'} (embedding padded to "

@@ -63,8 +63,9 @@ def start(side: Side, device: str, rank: int, port: int) -> dict:
     here["world"] = start_world(device)
     atexit.register(here["world"].close)
     here["run"] = side.make(here["world"], **side.options)
-    returned = here["run"]() or {}  # compiles, and allocates the optimizer's state
-    return {name: float(value) for name, value in returned.items()}
+    returned = here["run"]()  # compiles, and allocates the optimizer's state
+    numbers = returned if isinstance(returned, dict) else {}
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def take_turn(runs: int) -> dict:

@@ -151,6 +151,7 @@ def race(config: MinutesConfig, command: str) -> dict:
     result = describe_run(config, start_world("cpu"), dtype, 0, command) | dict(runs=[])
     if record.exists() and (found := json.loads(record.read_text()))["command"] == command:
         result = found
+        say(f"{record}: going on with revision {found['git']}'s race; for a new one, another --out")
     with tempfile.TemporaryDirectory() as folder:
         if "flags" not in result:
             result["flags"] = choose_flags(config)

@@ -158,11 +158,7 @@ def attention(world: World, *, T: int, fused: bool, dtype: torch.dtype) -> Calla
     """Causal attention of T tokens, forward only, by GPT-2's 12 heads of 64."""
     q, k, v = torch.randn(3, 1, 12, T, 64, dtype=dtype, device=world.device)
     attend = partial(F.scaled_dot_product_attention, is_causal=True) if fused else written_out
-
-    def run() -> None:
-        attend(q, k, v)
-
-    return run
+    return partial(attend, q, k, v)
 
 
 def adamw(world: World, *, size: dict, way: dict[str, Any]) -> Callable:
@@ -186,11 +182,7 @@ def generation(
     model.to(world.device, dtype).eval().requires_grad_(False)
     if compile:
         compile_step(model)
-
-    def run() -> None:
-        model.generate(idx, **sampling)
-
-    return run
+    return partial(model.generate, idx, **sampling)
 
 
 def scoring(

@@ -81,8 +81,9 @@ def checkpoints(log_dir: str | Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: str = "log") -> Path | None:
-    """Of all runs below a folder, the checkpoint that was written last."""
+    """Of all runs below a folder, but for those of compare.py, the checkpoint written last."""
     paths = [path for path in Path(folder).rglob("ckpt_*") if NAME.fullmatch(path.name)]
+    paths = [path for path in paths if not (path.parent / "output.txt").exists()]
     return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import re
 import sys
 import tempfile
@@ -60,7 +61,8 @@ def claim_device(name: str, local_rank: int, local_size: int) -> torch.device:
             problem = f"{local_size} processes on a machine with {counted(gpus, 'GPU')}"
             raise UserError(f"{problem}: use --nproc_per_node={gpus}")
         device = torch.device("cuda", local_rank)
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # sizes that change leave fewer holes
+        # sizes that change leave fewer holes; but WSL's drivers may refuse (pytorch/pytorch#192330)
+        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ and "microsoft" not in platform.release():
             os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         torch.cuda.set_device(device)
         refuse_old_gpu(device)
@@ -201,25 +203,14 @@ def sdpa_choice(device: torch.device, dtype: torch.dtype, shape: Any) -> str:
     return f", {torch.nn.attention.SDPBackend(choice).name.lower()} for heads of {hs}"
 
 
-def matmul_dtype(device: torch.device, anywhere: Callable[[bool], bool]) -> torch.dtype:
-    """bfloat16, or float32 for all processes if one of their CPUs emulates bfloat16: for Muon."""
-    emulated = anywhere(device.type == "cpu" and emulates_bfloat16())
-    return torch.float32 if emulated else torch.bfloat16
-
-
-@lru_cache(maxsize=1)
-def emulates_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 far slower than float32: without AVX512, 100 times."""
-    return compare_matmuls(n=256, rounds=5) < 0.5
-
-
 @lru_cache(maxsize=1)
 def bfloat16_speed() -> float:
-    """The speed of bfloat16 matmuls on this CPU, relative to float32.
+    """The speed of bfloat16 matmuls on this CPU, relative to float32; 0 if it emulates them.
 
-    CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, and others emulate it.
+    CPU flags do not tell: AMX is faster, AVX512-BF16 alone may be slower, and others emulate it,
+    without AVX512 at a hundredth of the speed.
     """
-    return 0.0 if emulates_bfloat16() else compare_matmuls(n=1024, rounds=15)
+    return 0.0 if compare_matmuls(n=256, rounds=5) < 0.5 else compare_matmuls(n=1024, rounds=15)
 
 
 def compare_matmuls(n: int, rounds: int) -> float:

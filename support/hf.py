@@ -8,6 +8,7 @@ code is a GPT-2. Otherwise it says "gpt2-changed", and keeps all fields of GPTCo
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -146,21 +147,13 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         for key, value in expected.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
-        name_unused(path, *sorted(theirs.keys() - expected.keys() - HARMLESS))
-        if theirs["vocab_size"] in padded_sizes(eot + 1):
+        unused = theirs.keys() - expected.keys() - HARMLESS
+        if names := sorted(name for name in unused if not name.startswith(("_", "summary_"))):
+            say_once(f"{path}: settings that are not used here: {', '.join(names)}")
+        padded = [math.ceil((eot + 1) / n) * n for n in (64, 128)]  # as others round it up
+        if theirs["vocab_size"] in padded:
             theirs["vocab_size"] = eot + 1
         return {key: theirs[key] for key in SHAPE} | {"block_size": theirs["n_positions"]}, None
-
-
-def padded_sizes(vocab_size: int) -> list[int]:
-    """What others round a vocabulary up to: a multiple of 64 or of 128."""
-    return [-(-vocab_size // multiple) * multiple for multiple in (64, 128)]
-
-
-def name_unused(path: Path, *settings: str) -> None:
-    names = [name for name in settings if not name.startswith(("_", "summary_"))]
-    if names:
-        say_once(f"{path}: settings that are not used here: {', '.join(names)}")
 
 
 def gpt2_weights(weights: Weights, vocab_size: int) -> Weights:

@@ -241,8 +241,8 @@ def read_run(directory: str | Path, updates: bool = True, **config: Any) -> Logg
     if directory.is_file():
         return LoggedRun(directory.stem, read_log(directory), [], config)
     records = read_metrics(directory / "metrics.jsonl", updates)
-    first = records[0] if records else {}
-    config = first.get("config", {}) | first.get("model", {}) | config  # --init-from has own sizes
+    last = [{}, *starts_of(records)][-1]
+    config = last.get("config", {}) | last.get("model", {}) | config  # --init-from has own sizes
     return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
 
 

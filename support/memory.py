@@ -115,6 +115,8 @@ def fit_batch_size(
             return not world.any(runs_out_of_memory(model, config, B, world, dtype))
 
         B = largest_batch(sequences, fits_here)
+        if B == 1 and not fits_here(1):  # else the first evaluation would take minutes before that
+            raise UserError(explain_out_of_memory(1, config))
         torch.cuda.reset_peak_memory_stats()
         return B
     free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
@@ -161,8 +163,8 @@ def runs_out_of_memory(
             loss.backward()
         del held
         return False
-    except RuntimeError as error:  # from PyTorch, CUDA or Triton
-        if not re.search("out of memory|CUBLAS_STATUS_ALLOC_FAILED", str(error)):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
         return True
     finally:
@@ -188,8 +190,19 @@ def explaining_memory(config: TrainConfig, batch_size: int = 0) -> Iterator[None
     """Raises UserError, with what to do, if a GPU's memory does not suffice inside."""
     try:
         yield
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         raise UserError(explain_out_of_memory(batch_size, config)) from None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether PyTorch, CUDA, Triton or cuBLAS had no GPU memory left.
+
+    On a MIG slice, PyTorch's own report fails instead, by NVML (pytorch/pytorch#112377).
+    """
+    names = "out of memory|CUBLAS_STATUS_ALLOC_FAILED|NVML_SUCCESS"
+    return isinstance(error, torch.OutOfMemoryError) or re.search(names, str(error)) is not None
 
 
 def explain_out_of_memory(batch_size: int, config: TrainConfig) -> str:

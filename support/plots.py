@@ -12,21 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from support import published
 from support.common import first_line, say, write_whole
 from support.log import LoggedRun, read_run, starts_of
-from support.published import (
-    ASSETS,
-    OPENAI,
-    RECIPE,
-    SIZE,
-    VOCAB_SIZE,
-    beside_openai,
-    is_recipe,
-    is_scored,
-    openai_loss,
-    size_of,
-    text_of,
-)
+from support.published import ASSETS, OPENAI, RECIPE, SIZE, VOCAB_SIZE
 
 # Colour-blind readers can tell these apart. Their contrast is above 3.8 on GitHub's light pages and
 # on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
@@ -136,7 +125,7 @@ def title_of(run: LoggedRun) -> str:
 
 def name_text(config: dict, unknown: str) -> str:
     """In words, what a run with these settings trains on; `unknown` where that was not recorded."""
-    text = text_of(config)
+    text = published.text_of(config)
     return (TEXTS | {"?": unknown}).get(text, text)
 
 
@@ -159,7 +148,7 @@ def plot_by_text(draw: Callable[..., None], runs: list[LoggedRun]) -> Any:
 def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
     alone = len(runs) == 1
-    theirs = {size_of(run.config): openai_loss(run.config) for run in runs}
+    theirs = {published.size_of(run.config): published.openai_loss(run.config) for run in runs}
     levels = {f"OpenAI's {size} {loss:.3f}": loss for size, loss in theirs.items() if loss}
     draw_levels(axis, levels)
     tops = list(levels.values())
@@ -223,7 +212,7 @@ def mark_steps(axis: Any, run: LoggedRun, steps: np.ndarray, mean: np.ndarray) -
 def draw_band(axis: Any, runs: list[LoggedRun], stream: str, units: list[float]) -> None:
     """Draws the published runs of the recipe as a pale band, if one of these runs is of it."""
     for run, unit in zip(runs, units, strict=True):
-        if is_recipe(run.config):
+        if published.is_recipe(run.config):
             steps, low, high = published_band(stream)
             name = f"published {low[-1]:.3f} to {high[-1]:.3f}"
             axis.fill_between(steps * unit, low, high, color=GREY, alpha=0.35, linewidth=0)
@@ -234,7 +223,7 @@ def draw_band(axis: Any, runs: list[LoggedRun], stream: str, units: list[float])
 @cache
 def published_band(stream: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Steps, and the lowest and highest published value at each. stream: train, val or hella."""
-    runs = [run.streams[stream] for run in published_runs() if is_recipe(run.config)]
+    runs = [run.streams[stream] for run in published_runs() if published.is_recipe(run.config)]
     values = np.array([values for _, values in runs])  # all were logged at the same steps
     return np.array(runs[0][0]), values.min(0), values.max(0)
 
@@ -266,13 +255,13 @@ def draw_levels(axis: Any, levels: dict[str, float]) -> None:
 
 def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
     """The runs with a HellaSwag score on enough examples to show more than luck."""
-    return [run for run in runs if is_scored(run)]
+    return [run for run in runs if published.is_scored(run)]
 
 
 def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws HellaSwag accuracy with its standard error. Dashed: chance, OpenAI's models."""
     levels = {"chance": 0.25}
-    for size in filter(None, (size_of(run.config) for run in runs)):
+    for size in filter(None, (published.size_of(run.config) for run in runs)):
         for family, scores in OPENAI["hellaswag"].items():
             levels[f"OpenAI's {family} {size}"] = scores[size]
     draw_levels(axis, levels)
@@ -369,7 +358,7 @@ def table_of_runs(runs: list[LoggedRun]) -> Any:
     rows = []
     for run in runs:
         row: dict = {"run": run.name} | {name: run.config.get(name) for name in settings}
-        for name, (own, theirs) in beside_openai(run).items():
+        for name, (own, theirs) in published.beside_openai(run).items():
             row[name] = own
             if theirs:
                 row |= {f"{name}, OpenAI's": theirs, f"{name}, difference": own - theirs}

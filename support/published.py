@@ -27,17 +27,23 @@ def size_of(config: dict[str, Any]) -> str:
     return OPENAI["sizes"].get(f"{config.get('n_layer', 12)} x {config.get('n_embd', 768)}", "")
 
 
+def predicts_as_gpt2(config: dict[str, Any], vocab_size: int = VOCAB_SIZE) -> bool:
+    """Whether losses are of GPT-2's vocabulary and context length, as all published ones here."""
+    tokens = config.get("vocab_size", vocab_size)
+    return (tokens, config.get("sequence_length", 1024)) == (VOCAB_SIZE, 1024)
+
+
 def is_recipe(config: dict[str, Any], vocab_size: int = VOCAB_SIZE) -> bool:
     """Whether a run is the 124M's on FineWeb-Edu, of which others have published logs."""
     shape = {name: config.get(name) for name in RECIPE}
-    tokens = config.get("vocab_size", vocab_size)
-    text = text_of(config)
-    return (shape, tokens) == (RECIPE, VOCAB_SIZE) and text in ("edu_fineweb10B", "fineweb-edu-10B")
+    is_new = config.get("init_from", "scratch") == "scratch"
+    is_text = text_of(config) in ("edu_fineweb10B", "fineweb-edu-10B")
+    return shape == RECIPE and is_new and is_text and predicts_as_gpt2(config, vocab_size)
 
 
 def openai_loss(config: dict[str, Any]) -> float | None:
     """The validation loss of OpenAI's model of a run's size on its text, where it is known."""
-    if config.get("vocab_size", VOCAB_SIZE) != VOCAB_SIZE:
+    if not predicts_as_gpt2(config):
         return None
     return OPENAI["val_loss"].get(text_of(config), {}).get(size_of(config))
 

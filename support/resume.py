@@ -13,28 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support import checkpoint
+from support import checkpoint, common
 from support.checkpoint import Checkpoint, Progress
-from support.common import (
-    UsageError,
-    UserError,
-    beside_script,
-    lies_in,
-    new_run_from,
-    revision,
-    without,
-    writing,
-)
+from support.common import UsageError, UserError
 from support.device import device_name
-from support.log import (
-    EVENTS,
-    Log,
-    open_log,
-    open_tracker,
-    read_metrics,
-    records_before,
-    starts_of,
-)
+from support.log import EVENTS, Log, open_log, open_tracker, read_metrics, records_before, starts_of
 from support.token_files import find_shards, identify
 
 if TYPE_CHECKING:
@@ -53,12 +36,12 @@ MEANINGS["val_tokens"] = " (validation losses are not comparable with those befo
 
 
 def command_line(launcher: str, args: list[str]) -> str:
-    return f"{launcher} {beside_script('train_gpt2.py')} {shlex.join(args)}".rstrip()
+    return f"{launcher} {common.beside_script('train_gpt2.py')} {shlex.join(args)}".rstrip()
 
 
 def args_to_resume(args: list[str]) -> list[str]:
     """The arguments that resume the run that these began."""
-    return [*without(args, "--resume", "--overwrite"), "--resume", "auto"]
+    return [*common.without(args, "--resume", "--overwrite"), "--resume", "auto"]
 
 
 # -- which settings, which checkpoint
@@ -129,10 +112,15 @@ def find_start(
         return config, None
     resumed_from = checkpoint.find(candidates_for(config), world)
     if resumed_from is None:
+        with world.fail_together():
+            if world.is_main:
+                refuse_finished(config)
         world.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
         return config, None
     path = resumed_from.path
     state = resumed_from.state
+    if state["step"] == config.max_steps != state["config"]["max_steps"]:
+        state["evaluated"] = False  # it has become the last step, at which all evaluations are due
     config = config.keep_typed_warmup(state["config"])
     changed = compare_settings(config, resumed_from, model_fields)
     world.say(f"resuming from {path}: {state['step']} updates, {state['cursor']:,} sequences")
@@ -159,8 +147,13 @@ def candidates_for(config: TrainConfig) -> list[Path]:
         elsewhere = starts[-1].get("resumed_from") if starts else None
         return [Path(elsewhere)] if elsewhere else []
     path = Path(config.resume)
-    if lies_in(path, config.log_dir):  # the run's own, however it was typed
+    if common.lies_in(path, config.log_dir):  # the run's own, however it was typed
         path = Path(config.log_dir, path.resolve().relative_to(Path(config.log_dir).resolve()))
+        if "_ckpt_" in path.name:  # abandoned_ckpt_…
+            raise UsageError(
+                f"--resume {config.resume}: the run has gone on without it, so choose another "
+                "--log-dir for a run that goes on from there"
+            )
     own = checkpoint.checkpoints(path)[::-1]
     is_named = checkpoint.NAME.fullmatch(path.name)  # so if it is damaged, `find` says how
     is_known = is_named and (path.is_dir() or checkpoint.checkpoints(path.parent))
@@ -175,8 +168,22 @@ def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
     if step >= config.max_steps:
         identify_data(config, resumed_from)
     if step == config.max_steps and is_own(config, resumed_from):
-        return any(record["type"] == "end" for record in records_of(config.log_dir)[-1:])
+        return step in ends_of(config.log_dir)
     return step > config.max_steps
+
+
+def ends_of(log_dir: str) -> list[int]:
+    """The last update of the run in log_dir, if it has reached it."""
+    return [record["step"] for record in records_of(log_dir)[-1:] if record["type"] == "end"]
+
+
+def refuse_finished(config: TrainConfig) -> None:
+    """Raises UserError if the run in log_dir has ended: its log would be lost without need."""
+    if any(step >= config.max_steps for step in ends_of(config.log_dir)):
+        raise UserError(
+            f"{config.log_dir} holds a finished run without checkpoints: to train it again, "
+            "--overwrite instead of --resume auto"
+        )
 
 
 def is_own(config: TrainConfig, resumed_from: Checkpoint | None) -> bool:
@@ -216,7 +223,7 @@ def compare_settings(
         raise UserError(
             f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: "
             f"{'use the code that wrote it' if unknown else 'use its values'}, or, if it is the "
-            f"same model, {new_run_from(resumed_from.path)}"
+            f"same model, {common.new_run_from(resumed_from.path)}"
         )
     return [changed[name] for name in changed if name not in SILENT]
 
@@ -224,7 +231,7 @@ def compare_settings(
 def describe_machine(world: World) -> dict[str, Any]:
     """What else decides the last bits of a loss, besides the settings."""
     return {
-        "code": revision(),
+        "code": common.revision(),
         "device": device_name(world.device),
         "processes": world.size,
         "threads": torch.get_num_threads() if world.device.type == "cpu" else "any",
@@ -261,7 +268,7 @@ def refuse_other_shards(data_dir: Path, before: dict, now: dict, path: Path) -> 
         raise UserError(
             f"{data_dir} has other shards than when {path} was written (missing: {missing[:3]}, "
             f"changed: {changed[:3]}, new: {added[:3]}): {advice}; or train a new model in another "
-            f"--log-dir; or, if the vocabulary is the same, {new_run_from(path)}"
+            f"--log-dir; or, if the vocabulary is the same, {common.new_run_from(path)}"
         )
 
 
@@ -326,7 +333,7 @@ def start_logs(
     starts = starts_of(records_of(log_dir)) if own else []
     began = [*starts, about][0].get("time", "")
     tracker = open_tracker(config.tracker, log_dir, about, step, began)
-    with writing(log_dir):
+    with common.writing(log_dir):
         clear_the_way(config, resumed_from)
     if resumed_from is None:
         return open_log(log_dir, [{"type": "run", **about}], tracker)

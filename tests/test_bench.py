@@ -54,8 +54,9 @@ class HereWorker:
         self.side = side
 
     def first_run(self, device):
-        returned = run_here(self.side.make, **self.side.options) or {}
-        return {name: float(value) for name, value in returned.items()}
+        returned = run_here(self.side.make, **self.side.options)
+        numbers = returned if isinstance(returned, dict) else {}
+        return {name: float(value) for name, value in numbers.items()}
 
     def turn(self):
         return dict(seconds=1.0, memory=1)

@@ -16,6 +16,7 @@ from contract import call
 
 import compare
 from compare import Arm, Trainer
+from support import checkpoint
 from support.common import UsageError, UserError
 from support.log import read_run
 from support.report import of_type
@@ -146,7 +147,7 @@ def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, 
     best = 1e-30
     assert len(tune(1.1e-3, 2.2e-3)[1]) < 20, "it is not sought for ever"
     assert tune(1e-3, 2e-3)[0] == 0.00025, "the value below is refused"
-    assert compare.widen([3, 6], 3) == [2] and compare.widen([1, 2], 1) == [], "numbers stay whole"
+    assert compare.widen([3, 6], 6) == [] != compare.widen([3.0, 6.0], 6.0), "no larger sizes"
 
 
 def test_the_page_doubts_a_best_value_at_an_end():
@@ -217,6 +218,10 @@ def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
     assert report in capsys.readouterr().out
     assert "| again |" in report and "| 0.0000 ± 0.0000 |" in report
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="its report also has again; choose another"):
+        compare.main([*flags[:-4], *flags[-2:]])
+    assert (out / "compare.md").read_text() == report
+    assert checkpoint.newest_checkpoint(str(out.parent)) is None, "an arm's is nobody's newest run"
 
 
 # -- which run it is
@@ -230,6 +235,12 @@ def test_another_configuration_data_or_code_is_another_run(corpus, tmp_path, ask
     places = [compare.locate(arm, {"seed": 1}, tmp_path) for arm in arms]
     assert places[0] == places[1] and len(set(places)) == 4
     assert compare.locate(arms[0], {"seed": 2}, tmp_path) not in places
+    weights = tmp_path / "model.safetensors"
+    for content in (b"a", b"b"):
+        weights.write_bytes(content)
+        arm = read_base(corpus, f"--init-from {tmp_path}")
+        places.append(compare.locate(arm, {"seed": 1}, tmp_path))
+    assert len(set(places)) == 6
 
 
 def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(

@@ -279,6 +279,33 @@ def test_a_run_from_elsewhere_does_not_mix_with_the_one_here(corpus, finished, r
     assert weights_hash(run_dir / "ckpt_000006") == weights_hash(finished / "ckpt_000006")
 
 
+def test_a_finished_run_without_checkpoints_is_not_trained_again(corpus, run_dir):
+    for path in checkpoint.checkpoints(run_dir):
+        shutil.rmtree(path)
+    before = contents(run_dir)
+    done = train(corpus, run_dir, *RESUME)
+    assert_told(done, "holds a finished run without checkpoints", "--overwrite instead of")
+    assert contents(run_dir) == before
+    assert train(corpus, run_dir, *RESUME, "--max-steps", 7).returncode == 0, "it had not ended"
+
+
+def test_a_checkpoint_set_aside_does_not_go_on_in_the_log_of_what_came_after(corpus, run_dir):
+    assert train(corpus, run_dir, *EVERY_TWO, "--resume", run_dir / "ckpt_000002").returncode == 0
+    aside = run_dir / "abandoned_ckpt_000004"
+    before = contents(run_dir)
+    told = train(corpus, run_dir, *EVERY_TWO, "--resume", aside)
+    assert_told(told, "the run has gone on without it, so choose another --log-dir")
+    assert contents(run_dir) == before
+
+
+def test_a_run_that_ends_earlier_than_planned_is_evaluated_at_its_end(corpus, run_dir):
+    shutil.rmtree(run_dir / "ckpt_000006")
+    flags = ("--max-steps", 4, "--val-every", 3)
+    assert train(corpus, run_dir, *RESUME, *flags).returncode == 0
+    steps = [r["step"] for r in read_metrics(run_dir / "metrics.jsonl") if r["type"] == "val"]
+    assert steps[-1] == 4
+
+
 def test_when_all_checkpoints_are_damaged_nothing_is_touched(corpus, run_dir):
     *others, newest = checkpoint.checkpoints(run_dir)
     (newest / "model.safetensors").write_bytes(b"")

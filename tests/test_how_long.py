@@ -66,6 +66,11 @@ def test_what_a_short_text_limits_is_chosen_for_it(text):
     long = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1)
     capped = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1, most=1e7)
     assert long.total_batch_size > 2048 == capped.total_batch_size
+    sizes = choose_sizes(1e18, 512, {}, most=1e7)
+    tokens = 6 * (12 * sizes["n_layer"] * sizes["n_embd"] ** 2 + 512 * sizes["n_embd"])
+    tokens += 12 * sizes["n_layer"] * sizes["n_embd"] * sizes["sequence_length"]
+    assert sizes == choose_sizes(1e7 * tokens, 512, {}), "for what will be trained"
+    assert sizes["n_embd"] < long.n_embd
     config = parse_command_line(["--minutes", "60", "--data-dir", str(text)])
     assert minutes.fit_sizes(config, World(torch.device("cpu"))).sequence_length == 64, "of 100"
 
@@ -112,6 +117,8 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
     for kept in (1, 0):  # killed after its first checkpoint, before it
         for path in sorted(log_dir.glob("ckpt_*"))[kept:]:
             path.rename(tmp_path / f"{path.name} {kept}")
+        log = log_dir / "metrics.jsonl"
+        log.write_text("".join(x for x in log.open() if '"type": "end"' not in x))
         resumed = start(text, log_dir, "--checkpoint-every", 50, "--resume", "auto")
         assert "minutes:" not in resumed.stdout, "chooses nothing again"
         assert losses(log_dir) == losses(tmp_path / "b")
@@ -170,6 +177,7 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
     assert "--n-head 0: it must be at least 1" in done.stderr
     done = start(tmp_path / "none", tmp_path / "log", expect=2)
     assert f"does not exist: make it with {as_typed('python')} " in done.stderr
+    assert len(done.stderr.splitlines()) == 1, "nothing about sizes, which are not chosen yet"
 
 
 def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():

@@ -74,6 +74,14 @@ def resume(run, step, command):
     return open_log(run, [*records, again])
 
 
+def test_a_run_is_read_with_the_settings_of_its_last_start(tmp_path):
+    run = write_run(tmp_path / "run", max_steps=10)
+    first, *records = read_metrics(run / "metrics.jsonl")
+    again = first | dict(type="resume", step=2, config=first["config"] | dict(max_steps=19073))
+    open_log(run, [first, *records, again])
+    assert read_run(run).config["max_steps"] == 19073
+
+
 def labels(axis):
     """What is written into a picture: the names of lines at their ends, and arrows."""
     return [text.get_text() for text in axis.texts]

@@ -98,7 +98,7 @@ def make_updates(config: TrainConfig, nodes: int) -> list[dict]:
     model = GPT(GPTConfig(**GPTConfig.fields_from(config)))
     sharding.shard(model, world, config.sharding)
     trained = sharding.wrap(model, world)
-    optimizers = build_optimizers(config, model, world)
+    optimizers = build_optimizers(config, model, torch.bfloat16)
     x, y = torch.zeros(2, 1, 16, dtype=torch.int64)
     loader = SimpleNamespace(wait=lambda: None, next_batch=lambda: (x, y))
     scaler = torch.amp.GradScaler("cpu", enabled=False)

@@ -189,7 +189,7 @@ def build(config: TrainConfig, world: World) -> dict[str, Callable[[], Any]]:
         raise RuntimeError(how)
     SOURCES.clear()  # compile_model has compiled a probe
     trained = sharding.wrap(model, world)
-    optimizers = build_optimizers(config, model, world)
+    optimizers = build_optimizers(config, model, dtype)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
     x, y = torch.zeros(2, config.batch_size, config.sequence_length, dtype=torch.int64)
     loader = SimpleNamespace(wait=lambda: None, next_batch=lambda: (x, y))
