@@ -20,7 +20,6 @@ import torch
 
 from support.common import UsageError, UserError, beside_script, out_of_range
 from support.device import dtype_name, peak_flops, pick_dtype
-from support.memory import explaining_memory
 from support.sharding import unsharded
 from support.token_files import find_shards
 from support.tokenizer import tokenizer_of_data
@@ -82,8 +81,7 @@ def fit_schedule(
     with redirect_stdout(io.StringIO()):
         run = build(config)
         until = time.perf_counter() + REHEARSING * 60 * config.minutes
-        with explaining_memory(config, run.train_loader.B):
-            update, evaluations = rehearse(run, make_update, until)
+        update, evaluations = rehearse(run, make_update, until)
     loader = run.train_loader
     found: dict[str, Any] = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
     epoch = loader.epoch_tokens / config.total_batch_size  # updates

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from warm import two_ranks
 
+import train_gpt2
 from config import GPT2_SIZES, choose_sizes, parse_command_line, without_effect, wrong_sizes
 from support import minutes
-from support.common import as_typed
+from support.common import UserError, as_typed
 from support.distributed import World
 from support.tokenizer import FILE, train_vocabulary
 
@@ -178,6 +179,16 @@ def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
     done = start(tmp_path / "none", tmp_path / "log", expect=2)
     assert f"does not exist: make it with {as_typed('python')} " in done.stderr
     assert len(done.stderr.splitlines()) == 1, "nothing about sizes, which are not chosen yet"
+
+
+def test_a_gpu_that_is_full_in_the_rehearsal_is_a_sentence(text, tmp_path, monkeypatch):
+    def fill(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(train_gpt2, "make_update", fill)
+    flags = ["--batch-size=2", f"--data-dir={text}", f"--log-dir={tmp_path}/log"]
+    with pytest.raises(UserError, match="micro-batch of 2: add --batch-size 1"):
+        train_gpt2.main([*SMALL, *flags])
 
 
 def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
