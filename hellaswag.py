@@ -346,7 +346,7 @@ class HellaSwagConfig:
     """Scores a GPT-2 on HellaSwag. Under torchrun, the processes share the examples."""
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
-    limit: CountOrZero = 0  # use only the first N examples; 0 = all 10,042
+    limit: CountOrZero = 0  # N examples, spread over the file; 0 = all 10,042
     path: str = ""  # HellaSwag's jsonl file; empty = download it
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
