@@ -97,6 +97,12 @@ def test_the_page_of_benchmarks_has_the_tables_of_the_races_that_the_readme_show
     assert [row["name"] for row in library] == [row["name"] for row in shakespeare]
     for table in (shakespeare, library):
         assert format_table(table, minutes.COLUMNS) in PAGE
+    log = (ROOT / "benchmarks" / "LOG.md").read_text()
+    budgets = [minutes.summarize(read_json(f"budget-{n}.json")) for n in (1, 3)]
+    assert all(format_table(table, minutes.COLUMNS) in log for table in budgets)
+    for name in (minutes.OURS, minutes.ADAMW, "nanoGPT, our tokens"):
+        bits = [row["bits"] for table in budgets for row in table if row["name"] == name]
+        assert "{:.3f} and {:.3f}".format(*bits) in " ".join(PAGE.split())
 
 
 def test_the_page_about_resuming_quotes_kills_of_each_kind():
