@@ -291,6 +291,7 @@ def plot_budgets(races: list[dict]) -> Any:
     axis.set(xscale="log", ylabel=f"bits per byte of held-out {text}")
     budgets = sorted({race["config"]["minutes"] for race in races})
     axis.set_xticks(budgets, [f"{minutes:g}" for minutes in budgets])
+    axis.minorticks_off()
     axis.set_xlabel("minutes of training, each run with a schedule of its own")
     axis.set_title("Who ends lower?")
     plots.label_lines(axis)

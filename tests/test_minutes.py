@@ -231,6 +231,7 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     later = json.loads(record.read_text())
     later["config"]["minutes"] = 3
     [axis] = minutes.plot_budgets([later, result]).axes
+    assert not axis.get_xticks(minor=True).size, "no ticks but the budgets"
     assert [line.get_xdata().tolist() for line in axis.lines if len(line.get_xdata()) == 2][:2] == (
         [[1, 3]] * 2
     )
