@@ -306,7 +306,7 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = 
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
     operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
-    if most < operations / operations_per_token:
+    if most < operations / operations_per_token:  # then fewer operations will be executed
         return choose_sizes(most * operations_per_token, vocab_size, typed, most)
     tokens = operations / operations_per_token
     return dict(

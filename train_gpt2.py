@@ -495,7 +495,7 @@ def train(config: TrainConfig, args: list[str], world: World, began: float) -> N
     if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
         world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
         return
-    with explaining_memory(config, config.batch_size if config.minutes else 0):  # it makes updates
+    with explaining_memory(config, config.batch_size if config.minutes else 0):  # to rehearse
         build = partial(build_run, args=args, world=world, resumed_from=resumed_from)
         config = minutes.fit_schedule(config, world, began, build, make_update)
         run = build(config)

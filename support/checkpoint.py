@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from support.distributed import Stop, World
 
 NAME = re.compile(r"ckpt_(\d{6,})")
+COMPARED = re.compile(r".*seed=\d+_[0-9a-f]{8}")  # the directory of a run of compare.py
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
@@ -83,7 +84,7 @@ def checkpoints(log_dir: str | Path) -> list[Path]:
 def newest_checkpoint(folder: str = "log") -> Path | None:
     """Of all runs below a folder, but for those of compare.py, the checkpoint written last."""
     paths = [path for path in Path(folder).rglob("ckpt_*") if NAME.fullmatch(path.name)]
-    paths = [path for path in paths if not (path.parent / "output.txt").exists()]
+    paths = [path for path in paths if not COMPARED.fullmatch(path.parent.name)]
     return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 

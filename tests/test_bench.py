@@ -54,9 +54,7 @@ class HereWorker:
         self.side = side
 
     def first_run(self, device):
-        returned = run_here(self.side.make, **self.side.options)
-        numbers = returned if isinstance(returned, dict) else {}
-        return {name: float(value) for name, value in numbers.items()}
+        return measure.numbers_of(run_here(self.side.make, **self.side.options))
 
     def turn(self):
         return dict(seconds=1.0, memory=1)

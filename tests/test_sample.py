@@ -220,6 +220,7 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
         starts = [("run", "before"), ("resume", f"@I am {name}")]
         records = [dict(type=kind, config=dict(sample_prompt=text)) for kind, text in starts]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
+    (tmp_path / "log" / "newer" / "output.txt").touch()  # what it printed
     os.utime(tmp_path / "log" / "older" / "ckpt_000002", (0, 0))
     asked.clear()
     run(monkeypatch, capsys)
