@@ -31,8 +31,6 @@ from support.distributed import start_world
 from support.plots import save_picture
 from support.report import describe_run
 
-MODELS = GPT2_SIZES | {"tiny": dict(n_layer=2, n_head=2, n_embd=64)}
-
 
 @dataclass
 class BenchConfig:
@@ -58,7 +56,7 @@ class BenchConfig:
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = "log/bench"  # write the results to OUT.json, the climb to OUT.png
+    out: str = ""  # OUT.json, the climb OUT.png; "" = log/bench, or log/bench-generate and so on
 
 
 class Machine:
@@ -75,7 +73,7 @@ class Machine:
             batch_size=config.batch_size or (16 if is_large else 4 if self.on_gpu else 1),
             max_batch=config.max_batch or (128 if self.on_gpu else 16),
         )
-        self.size = MODELS[config.model]
+        self.size = GPT2_SIZES.get(config.model, dict(n_layer=2, n_head=2, n_embd=64))  # or tiny
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
         self.compile = config.compile and not why_not_compile(self.device)
         torch.set_float32_matmul_precision("high")  # as in training
@@ -276,7 +274,7 @@ training uses {dtype} here ({why})
 peak: {tflops:,.2f} TFLOP/s, {peak[1]}
 MFU: the fraction of this peak that is reached
 ×: how many times as fast as the base or the row that is named, by turns side by side: the
-   median, and their range
+   median, and their range; three equal turns are on one side of 1 in a quarter of the rows
 start: seconds from starting a process to the end of its first run, compilation included
 first loss: equal only for models of one kind and micro-batch, which draw the same weights"""
 
@@ -288,6 +286,8 @@ def draw_climb(records: Sequence[str], picture: str) -> None:
 
 def main(args: list[str]) -> None:
     config = parse_flags(BenchConfig, args)
+    asked = [flag for flag in (*BENCHMARKS, "pieces") if getattr(config, flag, False)]
+    config.out = config.out or "-".join(["log/bench", *asked])
     if config.beside:
         draw_climb(config.beside, f"{config.out}.png")
         return

@@ -356,7 +356,7 @@ def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) ->
         sweep=sweep,
         measure="validation loss" if same_data else "bits per byte",
         about=read_run(arms[0].runs[0]["directory"]).records[0],
-        base=arms[0].recipe,
+        base=arms[0].recipe | arms[0].tuned,
         arms=[asdict(arm) for arm in arms],
     )
 
@@ -459,7 +459,9 @@ def describe_arm(arm: dict) -> list[str]:
     if None in losses:
         return [name, "diverged", "", "", ""]
     cells = [name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"]
-    if "mean" not in against:  # the base, or an arm whose base diverged
+    if "verdict" in against and "mean" not in against:  # the base diverged
+        return [*cells, "", "", ""]
+    if not against:
         minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
         return [*cells, "", f"{runs[0]['tokens'][-1]:,}", f"{minutes:.1f}"]
     cells.append(show_interval(against["mean"], against["half"]))
@@ -540,7 +542,8 @@ def describe_best(found: list[tuple], base: str, unit: str) -> str:
     mean, half, name = min(found)
     if abs(mean) <= half:
         return f"No difference between {name} and {base} can be seen"
-    return f"{name} ends {abs(mean):.2f} {unit} {'below' if mean < 0 else 'above'} {base}"
+    shown = show_interval(abs(mean), half)
+    return f"{name} ends {shown} {unit} {'below' if mean < 0 else 'above'} {base}"
 
 
 # -- the command

@@ -158,8 +158,8 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
 
     def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
         """The settings with the recipe for so many updates."""
-        optimizer = self.optimizer if "optimizer" in self.typed else "muon"
-        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, optimizer))
+        typed = {name: getattr(self, name) for name in self.typed}
+        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, typed))
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
@@ -175,7 +175,7 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                flags += [f"--{flag}", str(value)]
+                flags.append(f"--{flag}={value}")  # a prompt may begin with a dash
         return flags
 
 
@@ -320,20 +320,24 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = 
     )
 
 
-def choose_recipe(max_steps: int, epochs: float, n_embd: int, optimizer: str) -> dict[str, Any]:
+def choose_recipe(max_steps: int, epochs: float, n_embd: int, typed: dict) -> dict[str, Any]:
     """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
 
-    >>> recipe = choose_recipe(1200, 6.0, 256, "muon")
+    >>> recipe = choose_recipe(1200, 6.0, 256, {})
     >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
-    (0.006, 0.3, 40)
+    (0.006, 0.39, 40)
     """
-    rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3)
-    rate /= 1 if optimizer == "muon" else 4
+    optimizer = typed.get("optimizer", "muon")
+    share = 1 if optimizer == "muon" else 4  # AdamW takes a quarter of the rate
+    rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
+    rate = typed.get("learning_rate", rate)
+    # the part of a weight that an update takes at this rate; in an epoch, at most by a factor of e
+    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, epochs / max_steps)
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),
         learning_rate=float(f"{rate:.2g}"),
-        weight_decay=round(min(0.5, max(0.1, 0.05 * epochs)), 2),
+        weight_decay=round(max(0.1, fading / rate / share), 2),
         optimizer=optimizer,
         embedding_lr=4.0 if optimizer == "muon" else 1.0,
         decay="linear",

@@ -90,8 +90,7 @@ class Evaluations:
     def print_samples(self, step: int) -> dict[str, Any]:
         config = self.config
         rank = self.world.rank
-        generator = torch.Generator(self.world.device)
-        generator.manual_seed(config.seed + 1000 * step + rank)
+        generator = torch.Generator(self.world.device).manual_seed(config.seed + 1000 * step + rank)
         prompt = config.sample_prompt
         # prompts and caches of every length would recompile the blocks
         with torch.compiler.set_stance("force_eager"):

@@ -139,12 +139,14 @@ Stream = Iterator[tuple[Before, np.ndarray]]  # of batches: what is before each,
 Packed = tuple[list[np.ndarray], Before, int]
 
 
-def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any) -> Stream:
+def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any, eot: int) -> Stream:
     """Yields each batch, up to `limit` tokens in all, and adds its COUNTS to `counts`."""
     for place, (tokens, added) in batches:
         before = (place, dict(counts))
+        if len(tokens) > limit:
+            tokens = tokens[:limit]
+            added = {**added, "documents": int((tokens == eot).sum())}
         counts.update(added)
-        tokens = tokens[:limit]
         bar.update(len(tokens))
         yield before, tokens
         limit -= len(tokens)
@@ -298,8 +300,7 @@ NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
-    lists = dict(source=list(config.source), val_source=list(config.val_source))  # as JSON has them
-    flags = asdict(config) | lists
+    flags = json.loads(json.dumps(asdict(config)))  # with lists, as in the manifest
     options = {k: v for k, v in flags.items() if k not in OTHER_FLAGS and NEWER.get(k) != v}
     if given:
         options["tokenizer"] = given.sha256
@@ -345,7 +346,13 @@ def shard_text(
         manifest["split"] = manifest.get("split") or sources.find_split(files, most_bytes(config))
         files = sources.split(files, manifest["split"])
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
-    tokenizer = choose_tokenizer(config, folder, manifest, files, given, benchmark)
+    tokenizer = given or read_tokenizer("gpt2")
+    if manifest["shards"]:
+        tokenizer = tokenizer_of_data(folder)
+    elif config.vocab_size:
+        tokenizer = train_tokenizer(config, files, benchmark)
+    if given or config.vocab_size:
+        manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
     where = files[0].held_out or "its beginning"
     if files[0].local and where == "its beginning":
@@ -420,28 +427,15 @@ def check_ready(path: Path, eot: int, announced: str | None) -> tuple[int, int, 
     return shard.num_tokens, documents, sha256
 
 
-def choose_tokenizer(
-    config: Config,
-    folder: Path,
-    manifest: dict,
-    files: list[File],
-    given: Tokenizer | None,
-    benchmark: Benchmark | None,
-) -> Tokenizer:
-    """The vocabulary: the folder's if it has shards, the one that is given, a new one, GPT-2's."""
-    if manifest["shards"]:
-        return tokenizer_of_data(folder)
-    tokenizer = given or read_tokenizer("gpt2")
-    if config.vocab_size:
-        size = config.vocab_size
-        if size == "auto":
-            size = choose_vocab_size(sources.find_size(files, most_bytes(config)))
-        tokenizer = train_vocabulary(sources.read_for_vocabulary(files, benchmark), size)
-        if tokenizer.vocab_size < size:
-            fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
-            print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
-    if given or config.vocab_size:
-        manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
+def train_tokenizer(config: Config, files: list[File], benchmark: Benchmark | None) -> Tokenizer:
+    """A vocabulary of the text to train on, as large as --vocab-size says."""
+    size = config.vocab_size
+    if size == "auto":
+        size = choose_vocab_size(sources.find_size(files, most_bytes(config)))
+    tokenizer = train_vocabulary(sources.read_for_vocabulary(files, benchmark), size)
+    if tokenizer.vocab_size < size:
+        fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
+        print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
     return tokenizer
 
 
@@ -488,7 +482,7 @@ def write_shards(
         texts = sources.read_batches(files, begin["file"], begin["text"])
         work = ((place, (batch, place.file < held_out)) for place, batch in texts)
         batches = map_ahead(pool, tokenize, work, ahead=2 * config.workers + 1)
-        stream = stream_tokens(batches, limit, counts, bar)
+        stream = stream_tokens(batches, limit, counts, bar, tokenizer.eot)
         size = config.shard_size
         if not manifest["shards"]:
             size, stream = hold_out(stream, size, config.val_tokens, held_out, tokenizer.eot)
@@ -552,8 +546,6 @@ def load_benchmark(path: str) -> Benchmark:
 
 def check_flags(config: Config) -> None:
     """Raises UsageError for flags that do not fit each other."""
-    if not config.source:
-        raise UsageError("--source names nothing to read")
     other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
     if config.source[0].startswith("tokens:"):
         fitting = ("source", "max_tokens", "revision", *OTHER_FLAGS)

@@ -88,10 +88,8 @@ def load_examples(path: str, limit: int, world: World) -> list[Example]:
 
     The main process reads, but all return or fail.
     """
-    examples: list[Example] = []
     with world.fail_together():
-        if world.is_main:
-            examples = list(iterate_examples(path))
+        examples = list(iterate_examples(path)) if world.is_main else []
     count = min(limit or len(examples), len(examples))
     return world.broadcast([examples[i * len(examples) // count] for i in range(count)])
 

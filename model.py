@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from optim import OPTIMIZERS
 from support import generation, hf
-from support.common import UserError
+from support.common import UserError, say_once
 from support.fingerprint import Fingerprint, take_fingerprint
 from support.token_files import Shard, find_shards, open_ahead
 from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
@@ -259,10 +259,9 @@ class GPT(nn.Module):
         pos (B, T) or (T,): positions, by default 0..T-1. mask: as SDPA takes it, by default causal.
         """
         T = idx.size(1)
-        if T > self.config.block_size:
-            raise UserError(
-                f"{T} tokens are more than the model's context of {self.config.block_size}"
-            )
+        most = self.config.block_size
+        if T > most:
+            raise UserError(f"{T} tokens are more than the model's context of {most}")
         if pos is None:
             pos = torch.arange(T, device=idx.device)
         return self.blocks(self.embed(idx, pos), mask)
@@ -360,7 +359,8 @@ class GPT(nn.Module):
         hf.load_weights(model, files.fields, files.weights)
         model.origin = files.origin
         model.tokenizer = files.tokenizer
-        hf.name_change(files, model)
+        if files.fingerprint is None and (difference := model.fingerprint.difference):
+            say_once(f"{files.origin} is a GPT-2, and this code is not: {difference}")
         return model
 
     def save_pretrained(

@@ -94,7 +94,7 @@ def describe_optimizers(optimizers: list[Optimizer]) -> str:
         fused = " (fused)" if optimizer.defaults.get("fused") else ""
         groups = [
             f"{len(group['params'])} tensors with {sum(p.numel() for p in group['params']):,} "
-            f"numbers {'decay' if group['weight_decay'] else 'do not'}"
+            f"numbers {'decay' if group.get('weight_decay') else 'do not'}"
             for group in optimizer.param_groups
         ]
         words.append(f"{type(optimizer).__name__}{fused}, {', '.join(groups)}")

@@ -46,7 +46,7 @@ LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
 # Dollars per GPU-hour: an assumption of ours, roughly what on-demand clouds listed in 2025
 RENT = {"H100": 2.5}
 
-PUBLISHED_MFU = (0.29, 0.41)  # docs/reproduction.md has their sources
+PUBLISHED_MFU = (0.41, 0.29)  # docs/reproduction.md has their sources
 HELLASWAG_TOKENS = 2_000_000  # of all its examples
 SAMPLING = 1.2e-3  # seconds of a layer for a token, eager: an assumption
 PICTURE = 1.5  # seconds for which all GPUs wait
@@ -147,16 +147,18 @@ def model_on_meta(config: PlanConfig) -> GPT:
 
 def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     """The settings that --minutes would choose at the planned speed, with no time for start-up."""
-    from support.minutes import AIM, OPEN, divide_time
+    from support.minutes import AIM, EPOCHS, OPEN, divide_time, most_tokens
 
     seconds = 60 * AIM * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    config = config.sized_for(seconds * per_second, vocab_size, config.gpus)
+    most = most_tokens(config.data_dir)
+    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, most)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     steps, times = divide_time(config, seconds, config.total_batch_size / rate, evaluations={})
-    config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(max(1, steps) / times)))
-    return config.scheduled_for(max(1, steps), epochs=1)
+    steps = max(1, int(min(steps, most / config.total_batch_size)))
+    config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
+    return config.scheduled_for(steps, EPOCHS * steps * config.total_batch_size / most)
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:
@@ -204,9 +206,9 @@ def estimate_seconds(config: PlanConfig, rate: float) -> float:
 
 def find_range(config: PlanConfig, rate: float) -> str:
     """The time of the run at the lowest and highest MFU that others published, in words."""
-    if {"mfu", "record", "tokens_per_second"} & config.typed:
+    if {"mfu", "record", "tokens_per_second", "minutes"} & config.typed:
         return ""
-    low, high = (estimate_seconds(config, rate / config.mfu * mfu) for mfu in PUBLISHED_MFU[::-1])
+    low, high = (estimate_seconds(config, rate / config.mfu * mfu) for mfu in PUBLISHED_MFU)
     percent = " to ".join(f"{mfu:.0%}" for mfu in PUBLISHED_MFU)
     return f"; at the published MFUs, {percent}: {duration(low)} to {duration(high)}"
 
@@ -284,7 +286,8 @@ def main(args: list[str]) -> None:
         print_table(args)
         return
     facts = plan_run(config)
-    print(f"{config.preset} on {config.gpus} × {config.gpu}, {config.sharding}\n")
+    what = f"--minutes {config.minutes:g}" if config.minutes else config.preset
+    print(f"{what} on {config.gpus} × {config.gpu}, {config.sharding}\n")
     for name, (fact, note) in facts.items():
         print(f"{name:22}{fact:24}{note}".rstrip())
 

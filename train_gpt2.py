@@ -156,7 +156,17 @@ def build_run(
     dtype, total_peak_flops = start_device(config, world, before.get("dtype", ""))
     model = build_model(config, world, dtype, resumed_from)
     B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
-    train_loader = build_train_loader(config, world, B)
+    train_loader = DataLoaderLite(
+        config.data_dir,
+        "train",
+        B,
+        config.sequence_length,
+        process_rank=world.rank,
+        num_processes=world.size,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        pin=world.device.type == "cuda",
+    )
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B)
     wrapped_model = sharding.wrap(model, world)
@@ -199,20 +209,6 @@ def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[t
     peak, source = device.peak_flops(world.device, dtype)
     world.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
     return dtype, world.size * peak
-
-
-def build_train_loader(config: TrainConfig, world: World, B: int) -> DataLoaderLite:
-    return DataLoaderLite(
-        config.data_dir,
-        "train",
-        B,
-        config.sequence_length,
-        process_rank=world.rank,
-        num_processes=world.size,
-        shuffle=config.shuffle,
-        seed=config.seed,
-        pin=world.device.type == "cuda",
-    )
 
 
 def build_optimizers(
@@ -566,7 +562,7 @@ def evaluate_only(config: TrainConfig, world: World) -> None:
     dtype, _ = start_device(config, world)
     with explaining_memory(config):
         model = build_model(config, world, dtype)
-        B = config.batch_size or fit_batch_size(model, config, world, dtype)
+        B = config.batch_size or 8  # training's would have to fit a backward pass, too
         evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
     with explaining_memory(config, B), sharding.unsharded(model, config.sharding):
         for name, (_, measure) in evaluations.schedule.items():

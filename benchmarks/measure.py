@@ -21,7 +21,7 @@ import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
 from support.common import first_line
-from support.device import peak_memory, synchronize
+from support.device import peak_memory
 from support.distributed import start_world
 
 TURN = 0.5  # seconds that a turn takes at least
@@ -79,11 +79,11 @@ def take_turn(runs: int) -> dict:
     device = here["world"].device
     if device.type == "cuda":
         run()  # allocates again what the last turn gave back
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     began = time.perf_counter()
     for _ in range(runs):
         run()
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     seconds = (time.perf_counter() - began) / runs
     torch.cuda.empty_cache()  # the other side may need it
     return dict(seconds=seconds, memory=peak_memory(device))

@@ -33,7 +33,7 @@ from benchmarks import peers
 from benchmarks.tables import format_table
 from config import parse_command_line
 from model import DataLoaderLite
-from support import plots
+from support import common, plots
 from support.common import Positive, Range, parse_flags, run_script, say, without, write_whole
 from support.device import keep_to_limit, pick_dtype
 from support.distributed import start_world
@@ -149,12 +149,15 @@ def race(config: MinutesConfig, command: str) -> dict:
     record = Path(f"{config.out}.json")
     dtype, _ = pick_dtype(torch.device("cpu"))
     result = describe_run(config, start_world("cpu"), dtype, 0, command) | dict(runs=[])
-    if record.exists() and (found := json.loads(record.read_text()))["command"] == command:
+    if record.exists():
+        found = json.loads(record.read_text())
+        if found["config"] | dict(seeds=0) != result["config"] | dict(seeds=0):
+            other = f"--out {config.out}: it is the race of {found['command']}; choose another"
+            raise common.UserError(other)
         result = found
         say(f"{record}: going on with revision {found['git']}'s race; for a new one, another --out")
     with tempfile.TemporaryDirectory() as folder:
-        if "flags" not in result:
-            result["flags"] = choose_flags(config)
+        result["flags"] = result.get("flags") or choose_flags(config)
         sides = find_sides(config, result["flags"], Path(folder))
         paces = result.setdefault("paces", {})
         if new := {name: side for name, side in sides.items() if name not in paces}:

@@ -71,7 +71,9 @@ def training(
         model = make_transformers_model(size, T)
         model.forward = partial(transformers_loss, model.forward)
     elif theirs:
-        model = make_nanogpt_model(theirs, size, T)
+        code = import_nanogpt(theirs)
+        shape = dict(size, block_size=T, vocab_size=50304)  # padded, as in its train.py
+        model = code.GPT(code.GPTConfig(**shape, dropout=0.0, bias=True))
     else:
         model = GPT(GPTConfig(block_size=T, pad_vocab_to=on["pad_vocab_to"], **size))
     if not on["own_loss"]:
@@ -146,12 +148,6 @@ def import_nanogpt(peer: str | Path) -> Any:
     sys.path.insert(0, str(peer))
     sys.modules.pop("model", None)
     return importlib.import_module("model")
-
-
-def make_nanogpt_model(peer: str, size: dict[str, Any], T: int) -> Any:
-    """The GPT-2 of nanoGPT's model.py, with the padded vocabulary of its train.py."""
-    code = import_nanogpt(peer)
-    return code.GPT(code.GPTConfig(**size, block_size=T, vocab_size=50304, dropout=0.0, bias=True))
 
 
 def attention(world: World, *, T: int, fused: bool, dtype: torch.dtype) -> Callable:

@@ -9,28 +9,23 @@ from benchmarks.minutes import plot_budgets, plot_minutes
 from compare import plot_comparison
 from support.plots import plot_run, plot_samples, save_picture
 
-PLOTS = {
-    "compare*/compare": (plot_comparison, [".png", ".svg"]),
-    "minutes*": (plot_minutes, [".svg"]),
-}
-
 
 def draw(root: Path) -> None:
     """Draws the pictures of root/runs and root/benchmarks, beside the records."""
+    figures = {run.name: plot_run(run) for run in (root / "runs").iterdir()}
+    save_picture(figures["quickstart"], root / "runs" / "quickstart" / "loss.svg")
     laptop = root / "runs" / "laptop"
-    save_picture(plot_run(root / "runs" / "quickstart"), root / "runs" / "quickstart" / "loss.svg")
-    plot_run(laptop)
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
-    ladders = sorted((root / "benchmarks").glob("*-ladder.json"))
-    save_picture(plot_climbs(ladders), root / "benchmarks" / "climb.svg")
-    if budgets := sorted((root / "benchmarks").glob("budget-*.json")):
-        races = [json.loads(record.read_text()) for record in budgets]
-        save_picture(plot_budgets(races), root / "benchmarks" / "budgets.svg")
-    for pattern, (plot, suffixes) in PLOTS.items():
-        for record in (root / "benchmarks").glob(f"{pattern}.json"):
-            figure = plot(json.loads(record.read_text()))
-            for suffix in suffixes:
-                save_picture(figure, record.with_suffix(suffix))
+    records = root / "benchmarks"
+    save_picture(plot_climbs(sorted(records.glob("*-ladder.json"))), records / "climb.svg")
+    races = [json.loads(race.read_text()) for race in sorted(records.glob("budget-*.json"))]
+    save_picture(plot_budgets(races), records / "budgets.svg")
+    for record in records.glob("compare*/compare.json"):
+        figure = plot_comparison(json.loads(record.read_text()))
+        for suffix in (".png", ".svg"):
+            save_picture(figure, record.with_suffix(suffix))
+    for record in records.glob("minutes*.json"):
+        save_picture(plot_minutes(json.loads(record.read_text())), record.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

@@ -241,6 +241,8 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
         typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
         if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")
+        if get_origin(kind) is tuple and flag in typed and not getattr(config, name):
+            problems.append(f"{flag} names nothing")
     if problems:
         raise UsageError(*problems)
     return config

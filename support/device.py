@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from support.common import UserError, as_typed, counted, find_in, usable_cores
+from support.common import UserError, as_typed, counted, find_in, say_once, usable_cores
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -33,9 +33,8 @@ def pick_device(name: str = "auto") -> torch.device:
 def refuse_unusable_cache() -> None:
     """Raises UserError if PyTorch has no cache: without one, parts of it cannot be imported."""
     try:
-        os.makedirs(
-            os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir(), exist_ok=True
-        )
+        cache = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or tempfile.gettempdir()
+        os.makedirs(cache, exist_ok=True)
     except OSError as error:
         raise UserError(
             f"PyTorch has no directory for its cache ({error}): set TORCHINDUCTOR_CACHE_DIR, and "
@@ -102,7 +101,6 @@ def limit_nccl(group: Any, device: torch.device) -> None:
         nccl._set_default_timeout(timedelta(minutes=10))
 
 
-@lru_cache  # says it once
 def fall_back_to_cpu(name: str) -> torch.device:
     """The CPU. Raises UserError if PyTorch is for CUDA and cannot use a GPU that is not hidden."""
     driver = find_in("/proc/driver/nvidia/version", r"NVRM version: .*?\s(\d+\.[\d.]+)")
@@ -114,10 +112,9 @@ def fall_back_to_cpu(name: str) -> torch.device:
                 f"PyTorch for CUDA {torch.version.cuda} cannot use the GPU with driver {driver}: "
                 f"update the driver, add --device cpu, or {install_for_older_cuda()}"
             )
-        print(
+        say_once(
             "the GPU is not used, because this PyTorch is for CPUs; to install one for CUDA: unset "
-            f"PIP_EXTRA_INDEX_URL; {as_typed('pip')} install --force-reinstall -r requirements.txt",
-            file=sys.stderr,
+            f"PIP_EXTRA_INDEX_URL; {as_typed('pip')} install --force-reinstall -r requirements.txt"
         )
     return torch.device("cpu")
 
@@ -128,12 +125,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     name = find_in("/proc/cpuinfo", r"model name\s*:\s*(.+)") or device.type
     return f"{name}, {os.cpu_count()} cores"
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits until the device has finished its work; a CPU always has."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize()
 
 
 def seed_everything(seed: int, step: int, rank: int) -> None:
@@ -168,7 +159,7 @@ def pick_dtype(
     if name != "auto":
         return getattr(torch, name), "--dtype"
     if before:
-        return getattr(torch, before), "as before"
+        return getattr(torch, before), "as before; --dtype changes it"
     if device.type == "cuda":
         if torch.cuda.get_device_capability(device) >= (8, 0):
             return torch.bfloat16, "compute capability 8.0 or newer"
@@ -224,10 +215,10 @@ def compare_matmuls(n: int, rounds: int) -> float:
 def time_matmul(device: torch.device, dtype: torch.dtype, n: int) -> float:
     """Seconds of one product of n × n matrices."""
     a = torch.ones(n, n, dtype=dtype, device=device)
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     start = time.perf_counter()
     a @ a
-    synchronize(device)
+    torch.get_device_module(device).synchronize()
     return time.perf_counter() - start
 
 

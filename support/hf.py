@@ -62,6 +62,7 @@ HARMLESS = {
     *("architectures", "bos_token_id", "dtype", "gradient_checkpointing", "initializer_range"),
     *("n_ctx", "reorder_and_upcast_attn", "torch_dtype", "transformers_version", "use_cache"),
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "task_specific_params", "pad_token_id"),
+    *("n_special", "predict_special_tokens", "output_past"),  # of OpenAI's larger models
 }
 
 
@@ -196,17 +197,18 @@ def read_pt(path: Path) -> Pretrained:
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in (*SHAPE, "block_size")}
         fields["vocab_size"] = min(theirs["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
+        if fields["vocab_size"] < 257:
+            raise UserError(f"{path} has a vocabulary of characters, which nothing here reads")
         weights = gpt2_weights(saved["model"], fields["vocab_size"])
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(w)))
-    tokenizer = gpt2()
-    if fields["vocab_size"] != VOCAB_SIZE:  # one of its own
-        tokenizer = tokenizer_in(path.parent)
-    origin = f"{path} (from build-nanogpt)"
+    tokenizer = gpt2() if fields["vocab_size"] == VOCAB_SIZE else tokenizer_in(path.parent)
+    program = "build-nanogpt"
     if "model_args" in saved:
-        origin = f"{path} (from nanoGPT; the logits differ slightly, as it trains with exact GELU)"
-    return Pretrained(fields, weights, origin, tokenizer)
+        program = "nanoGPT"
+        say_once(f"{path}: nanoGPT trains with exact GELU, so the logits differ slightly here")
+    return Pretrained(fields, weights, f"{path} (from {program})", tokenizer)
 
 
 def download_pretrained(name: str) -> Path:
@@ -259,12 +261,6 @@ def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
             f"{files.origin} is a changed GPT-2 ({written.difference}), but this code does not "
             "have the same change: use the code that wrote it"
         )
-
-
-def name_change(files: Pretrained, model: GPT) -> None:
-    """Says so if a GPT-2's weights are now in changed code."""
-    if files.fingerprint is None and (difference := model.fingerprint.difference):
-        say_once(f"{files.origin} is a GPT-2, and this code is not: {difference}")
 
 
 def refuse_resume_by_changed_code(directory: Path, fingerprint: Fingerprint) -> None:
@@ -381,8 +377,10 @@ USE_CHANGED = """This is not a GPT-2: {difference}. transformers cannot run it;
 
 def model_card(num_params: int, facts: dict[str, object], difference: str) -> str:
     """The README.md of a model directory."""
-    escaped = {name: str(value).replace("|", "\\|") for name, value in facts.items()}
-    rows = "".join(f"| {name} | {value} |\n" for name, value in escaped.items())
+    rows = ""
+    for name, value in facts.items():
+        cell = str(value).replace("|", "\\|").replace("\n", " ")
+        rows += f"| {name} | {cell} |\n"
     size = f"{num_params / 1e6:,.0f}M"
     if difference:
         use = USE_CHANGED.format(difference=difference)

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from types import SimpleNamespace
@@ -252,4 +252,7 @@ def read_runs(*patterns: str) -> list[LoggedRun]:
     paths = [path for path in paths if path.suffix == ".txt" or (path / "log.txt").exists()]
     if not paths:
         raise FileNotFoundError(f"no run in {patterns}: make quickstart makes log/quickstart")
-    return [read_run(path) for path in paths]
+    runs = [read_run(path) for path in paths]
+    names = [run.name for run in runs]
+    full = zip(runs, paths, strict=True)  # names of runs that share theirs
+    return [replace(run, name=str(p)) if names.count(run.name) > 1 else run for run, p in full]

@@ -57,15 +57,20 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")
     # in float32, compiled updates are hardly faster, and compiling takes half a minute
     config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
-    data_dir = Path(config.data_dir)
-    most = EPOCHS * sum(shard.num_tokens for shard in find_shards(data_dir, "train"))
     vocab_size = tokenizer_of_data(config.data_dir).vocab_size
-    config = config.sized_for(operations, vocab_size, world.size, most)
+    config = config.sized_for(operations, vocab_size, world.size, most_tokens(config.data_dir))
     if not config.val_every:
         return config
-    longest = max(shard.num_tokens for shard in find_shards(data_dir, "val")) - 1
+    longest = max(shard.num_tokens for shard in find_shards(Path(config.data_dir), "val")) - 1
     T = 2 ** int(math.log2(max(1, min(longest, config.sequence_length))))
     return config.with_chosen({"sequence_length": T})  # of which what is held out has one
+
+
+def most_tokens(data_dir: str) -> float:
+    """How many are worth training on: EPOCHS of the text. No limit if it is not there."""
+    if not Path(data_dir).is_dir():
+        return math.inf
+    return EPOCHS * sum(shard.num_tokens for shard in find_shards(Path(data_dir), "train"))
 
 
 def fit_schedule(

@@ -87,7 +87,7 @@ def plot_run(log_dir: str | Path) -> Any:
     """Draws log_dir/loss.png: training and validation loss, and HellaSwag if it was scored."""
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
     run = read_run(log_dir, updates=False)
-    has_scores = scored([run]) and len(run.streams["hella"][0]) > 1
+    has_scores = published.is_scored(run) and len(run.streams["hella"][0]) > 1
     figure, axes = new_figure(1, 2 if has_scores else 1)
     draw_loss(axes[0], [run])
     axes[0].set_title(title_of(run))
@@ -251,11 +251,6 @@ def draw_levels(axis: Any, levels: dict[str, float]) -> None:
     """Draws published figures as dashed lines."""
     for name, y in levels.items():
         axis.axhline(y, linestyle="--", color=GREY, linewidth=1, label=name)
-
-
-def scored(runs: list[LoggedRun]) -> list[LoggedRun]:
-    """The runs with a HellaSwag score on enough examples to show more than luck."""
-    return [run for run in runs if published.is_scored(run)]
 
 
 def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:

@@ -306,9 +306,9 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
     """Renames damaged and later checkpoints; --overwrite removes those of the old run."""
     log_dir = Path(config.log_dir)
     checkpoint.sweep(log_dir)
-    for path in resumed_from.damaged if resumed_from else []:
-        checkpoint.set_aside(path, "damaged")
     own = is_own(config, resumed_from)
+    for path in resumed_from.damaged if resumed_from and own else []:
+        checkpoint.set_aside(path, "damaged")
     newest = resumed_from.state["step"] if resumed_from and own else -1
     for path in checkpoint.checkpoints(log_dir):
         if config.overwrite and not own:
@@ -342,8 +342,7 @@ def start_logs(
         kept = records_before(log_dir, step, resumed_from.state["evaluated"])
     else:
         about = about | {"resumed_from": str(resumed_from.path.resolve())}
-    again = {"type": "resume", "step": step, **about}
-    log = open_log(log_dir, chain(kept, [again]), tracker)
+    log = open_log(log_dir, chain(kept, [{"type": "resume", "step": step, **about}]), tracker)
     for record in records_of(log_dir) if tracker else []:  # TensorBoard lost those of this step
         if record.get("step") == step and record["type"] not in EVENTS:
             log.track(**record)

@@ -155,8 +155,7 @@ def find_python() -> Iterator[File]:
     print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
     benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
     for name, path in shuffle(held_out):
-        read = partial(read_text, path)
-        yield File(str(name), read, held_out="the packages that are held out")
+        yield File(str(name), partial(read_text, path), held_out="the packages that are held out")
     for name, path in shuffle(others):
         yield File(str(name), partial(read_without, path, benchmark))
 
@@ -307,11 +306,11 @@ def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Itera
         new = set(WORD.findall(text)) - words
         words |= new
         distinct += num_bytes("".join(new))
-        if distinct > DISTINCT_WORDS:
-            sample = f"the first {size / 1e6:,.0f} MB, because their words are so many"
-            print(f"vocabulary: trained on {sample} (text without spaces?)", file=sys.stderr)
-            return
-        if size >= VOCABULARY_TEXT:
+        if distinct > DISTINCT_WORDS or size >= VOCABULARY_TEXT:
+            sample = f"the first {size / 1e6:,.0f} MB"
+            if distinct > DISTINCT_WORDS:
+                sample += ", because their words are so many (text without spaces?)"
+            print(f"vocabulary: trained on {sample}", file=sys.stderr)
             return
 
 
@@ -351,29 +350,26 @@ def read_text(path: str, column: str = "") -> Iterator[Text]:
     """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     done = 0  # bytes decoded
-
-    def decode(data: bytes, final: bool = False) -> str:
-        nonlocal done
-        waiting, _ = decoder.getstate()  # the first bytes of a character
-        try:
-            text = decoder.decode(data, final)
-        except UnicodeDecodeError as error:
-            place = done - len(waiting) + error.start
-            raise ValueError(f"byte {place:,} is not UTF-8: {error.reason}") from error
-        done += len(data)
-        return text
-
     text = ""
     starts = True
+    final = False
     with open_file(path) as file:
-        while len(data := file.read(STRETCH)) == STRETCH:
+        while not final:
+            data = file.read(STRETCH)
+            final = len(data) < STRETCH
             seen = max(0, len(text) - 1)  # no stretch ends before: this keeps the time linear
-            text += decode(data)
-            if stretch := BEFORE_LAST_SPACE.match(text, seen):
+            try:
+                text += decoder.decode(data, final)
+            except UnicodeDecodeError as error:
+                waiting, _ = decoder.getstate()  # the first bytes of a character
+                place = done - len(waiting) + error.start
+                raise ValueError(f"byte {place:,} is not UTF-8: {error.reason}") from error
+            done += len(data)
+            if not final and (stretch := BEFORE_LAST_SPACE.match(text, seen)):
                 yield text[: stretch.end()], starts
                 text = text[stretch.end() :]
                 starts = False
-    yield text + decode(data, final=True), starts
+    yield text, starts
 
 
 def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:

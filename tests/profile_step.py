@@ -1,11 +1,11 @@
 """The kernels of ten updates, as bench.py makes them: python tests/profile_step.py [its flags]"""
 
+import torch
 from torch.profiler import profile
 
 from bench import BenchConfig, Machine
 from benchmarks.peers import training
 from support.common import parse_flags, run_script
-from support.device import synchronize
 from support.distributed import start_world
 
 
@@ -15,11 +15,11 @@ def main(args: list[str]) -> None:
         update = training(world, **machine.step("").options)
         for _ in range(3):  # compiles, and makes AdamW's moments
             update()
-        synchronize(world.device)
+        torch.get_device_module(world.device).synchronize()
         with profile() as profiler:
             for _ in range(10):
                 update()
-            synchronize(world.device)
+            torch.get_device_module(world.device).synchronize()
     slowest = "self_device_time_total" if machine.on_gpu else "self_cpu_time_total"
     print(profiler.key_averages().table(slowest, row_limit=40, max_name_column_width=100))
 

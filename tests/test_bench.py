@@ -255,6 +255,19 @@ def test_a_result_is_written_as_a_table_and_json_which_plan_reads(monkeypatch, c
     assert f"climb: {tmp_path}/here.png" in printed and (tmp_path / "here.png").exists()
 
 
+def test_another_kind_of_benchmark_leaves_the_ladders_record(monkeypatch):
+    def measure(config, args):
+        outs.append(config.out)
+        return dict(benchmarks={}, peak=(1e12, ""))
+
+    outs = []
+    monkeypatch.setattr(bench, "run_benchmarks", measure)
+    monkeypatch.setattr(bench, "HEAD", "")
+    for flags in ("", "--pieces", "--against hf --generate", "--generate --out x"):
+        bench.main(flags.split())
+    assert outs == ["log/bench", "log/bench-pieces", "log/bench-against-generate", "x"]
+
+
 def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_measured(
     monkeypatch, capsys, tmp_path
 ):

@@ -91,6 +91,9 @@ def test_tokens_and_time_to_the_bases_loss_are_parts_of_what_the_base_needs():
     assert against == dict(verdict="high cannot be judged: a run diverged")
     row = compare.describe_arm(dict(name="high", runs=runs, against=against))
     assert row == ["high", "diverged", "", "", ""]
+    against = compare.compare_pairs("low", base, runs)
+    row = compare.describe_arm(dict(name="low", runs=base, against=against))
+    assert row[2:] == ["", "", ""], "absolute figures would read as parts of the base's"
     bumpy = curve(9, 5, 8, 4)
     assert compare.reach(bumpy, curve(9, 7, 7, 5), "tokens") == 1 / 3, "the first time counts"
     assert compare.reach(bumpy, curve(9, 7, 7, 4.5), "tokens") == 2.5 / 3

@@ -232,6 +232,9 @@ def test_a_damaged_checkpoint_is_moved_aside_and_its_run_goes_on(corpus, finishe
     file = run_dir / "ckpt_000006" / "training_state.pt"
     file.write_bytes(file.read_bytes()[:-1])
     spoilt = contents(run_dir / "ckpt_000006")
+    before = contents(run_dir)
+    assert train(corpus, run_dir.parent / "mine", "--resume", run_dir).returncode == 0
+    assert contents(run_dir) == before, "it is another's"
     done = train(corpus, run_dir, *RESUME)
     assert done.returncode == 0 and "ckpt_000006" in done.stdout
     assert contents(run_dir / "damaged_ckpt_000006") == spoilt

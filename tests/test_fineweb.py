@@ -231,7 +231,7 @@ def stream_of(texts, size, before=BEGINNING, limit=10**9):
     batches = []
     for i in range(place.text, len(texts), size):
         batches.append((Place(0, i, 0), tokenize([(text, True) for text in texts[i : i + size]])))
-    return stream_tokens(iter(batches), limit, Counter(counts), tqdm(disable=True))
+    return stream_tokens(iter(batches), limit, Counter(counts), tqdm(disable=True), EOT)
 
 
 def pack_all(stream, size, val_tokens=0):
@@ -430,7 +430,9 @@ def test_the_shards_are_cut_at_the_size_and_at_the_limit(tmp_path, here):
     make(tmp_path / "out", source, column="content", name="mine", **sizes)
     tokens = tokens_in(tmp_path / "out")
     assert np.array_equal(tokens, expected(prose(400))[:4321])
-    sizes = [shard["tokens"] for shard in read_manifest(tmp_path / "out")["shards"]]
+    manifest = read_manifest(tmp_path / "out")
+    assert manifest["counts"]["documents"] == (tokens == EOT).sum() < 400, "only those that are in"
+    sizes = [shard["tokens"] for shard in manifest["shards"]]
     assert 300 <= sizes[0] < 500 and tokens[sizes[0]] == EOT
     assert sizes[1:-1] == [1000] * (len(sizes) - 2)
 
@@ -635,7 +637,8 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
         ),
         ("--source empty", "empty: .txt, .md, .jsonl and .parquet are read; name other files"),
         ("--source good.jsonl --name a/b", "--name a/b: the names of shards begin with it"),
-        ("--source", "--source names nothing to read"),
+        ("--source", "--source names nothing"),
+        ("--source good.jsonl --val-source", "--val-source names nothing"),
         ("--source hub:", "hub: cannot be read (HFValidationError: Repo id must use"),
         ("--source good.jsonl --data-dir a.pdf", "a.pdf cannot be written (File exists): fix "),
         ("--source good.jsonl --data-dir .", ". holds stray.npy; choose another --data-dir"),

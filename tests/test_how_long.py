@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 from warm import two_ranks
 
 import train_gpt2
-from config import GPT2_SIZES, choose_sizes, parse_command_line, without_effect, wrong_sizes
+from config import (
+    GPT2_SIZES,
+    choose_recipe,
+    choose_sizes,
+    parse_command_line,
+    without_effect,
+    wrong_sizes,
+)
 from support import minutes
 from support.common import UserError, as_typed
 from support.distributed import World
@@ -61,6 +68,23 @@ def test_the_time_of_the_reproduction_gives_the_124m():
     chosen = choose_sizes(8.5e18, 50257, {})
     assert chosen.items() >= GPT2_SIZES["gpt2"].items()
     assert (chosen["sequence_length"], chosen["total_batch_size"]) == (1024, 524288)
+
+
+def test_weights_fade_the_faster_the_more_often_a_text_is_read_but_not_within_an_epoch():
+    def fading(epochs, **typed):
+        recipe = choose_recipe(2400, epochs, 256, typed)
+        return recipe["learning_rate"] * recipe["weight_decay"]
+
+    by_epochs = [fading(epochs) for epochs in (0, 1, 4, 12)]
+    assert by_epochs[0] == by_epochs[1] < by_epochs[2] < by_epochs[3], "0.1 at least"
+    assert fading(60) == pytest.approx(60 / 2400, rel=0.01), "a factor of e in an epoch, at most"
+    assert fading(12, learning_rate=1e-3) == pytest.approx(by_epochs[3], rel=0.01), "as typed"
+    assert 4 * fading(12, optimizer="adamw") == pytest.approx(by_epochs[3], rel=0.03)
+
+
+def test_printed_flags_can_be_typed_if_a_prompt_begins_with_a_dash():
+    config = parse_command_line(["--sample-prompt=--Anna", "--max-steps=9"])
+    assert parse_command_line(config.as_flags()).sample_prompt == "--Anna"
 
 
 def test_what_a_short_text_limits_is_chosen_for_it(text):

@@ -7,9 +7,10 @@ import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_program
+from conftest import ROOT, run_program, write_shard
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -210,7 +211,7 @@ def test_hellaswag_samples_and_pictures_cost_time_and_the_published_range_stands
     assert facts(f"{off} --hellaswag-every 250 --hellaswag-limit 100")["time"] == "0:44:59"
     assert facts(f"{off} --sample-every 250")["time"] == "0:45:34"
     time, note = with_notes("--gpus 8")["time"]
-    assert time == "0:48:06" and note.endswith("29% to 41%: 0:46:56 to 1:06:06")
+    assert time == "0:48:06" and note.endswith("41% to 29%: 0:46:56 to 1:06:06")
     assert "published" not in with_notes("--gpus 8 --mfu 0.4")["time"][1]
 
 
@@ -309,11 +310,15 @@ def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
     assert facts(f"{flags} 512 --activation-checkpointing"), "which changes no result"
 
 
-def test_a_plan_for_minutes_is_the_reproduction_where_the_time_is_its_own(capsys):
+def test_a_plan_for_minutes_is_the_reproduction_where_time_and_text_are(tmp_path, capsys):
     plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", "none"])
     page = capsys.readouterr().out
     assert "12 layers of 768, T 1024" in page and "steps of 524,288" in page
-    assert "flags" in page and "--optimizer muon" in page and "--max-steps 18" in page
+    assert "flags" in page and "--optimizer=muon" in page and "--max-steps=18" in page
+    write_shard(tmp_path / "a_train_000001.npy", np.zeros(100_000))
+    plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", str(tmp_path)])
+    page = capsys.readouterr().out
+    assert "976 steps of 2,048" in page, "20 epochs of 100,000 tokens"
     for other in ("--max-steps=9", "--init-from=gpt2"):
         with pytest.raises(UsageError, match=f"{other.partition('=')[0]} .*choose one"):
             plan.main(["--minutes", "48", other])

@@ -107,7 +107,11 @@ def test_runs_are_found_by_pattern_and_none_is_said_in_a_sentence(tmp_path):
     write_run(tmp_path / "runs" / "b", steps=0)
     write_run(tmp_path / "runs" / "a", steps=0)
     (tmp_path / "runs" / "README").mkdir()
-    assert [run.name for run in read_runs(str(tmp_path / "runs" / "*"))] == ["a", "b"]
+    own, recorded = (str(tmp_path / folder / "*") for folder in ("log", "runs"))
+    assert [run.name for run in read_runs(recorded)] == ["a", "b"]
+    write_run(tmp_path / "log" / "a", steps=0)
+    names = [str(tmp_path / "log" / "a"), str(tmp_path / "runs" / "a"), "b"]
+    assert [run.name for run in read_runs(own, recorded)] == names
     with pytest.raises(FileNotFoundError, match="make quickstart"):
         read_runs(str(tmp_path / "nothing" / "*"))
 
@@ -311,7 +315,7 @@ def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm(
     ranges = [band.get_paths()[0].vertices[:, 1] for band in losses.collections]
     assert [(y.min(), y.max()) for y in ranges] == [(4, 5), (2.9, 5), (4, 5)], "none diverged"
     assert labels(losses) == ["better", "base", "worse"] and losses.get_xlim() == (1, 2)
-    assert losses.get_title("left") == "better ends 1.00 nats below base"
+    assert losses.get_title("left") == "better ends 1.00 ± 0.10 nats below base"
     assert differences.lines[0].get_xdata().tolist() == [-1.1, -0.9]
     assert [label.get_text() for label in differences.get_yticklabels()] == ["better"]
 
@@ -340,7 +344,9 @@ def test_arms_are_named_by_optimizer_and_rate_if_nothing_else_differs():
     found = [(0.1, 0.2, "a"), (0.5, 0.2, "b")]
     unseen = "No difference between a and base can be seen"
     assert compare.describe_best(found, "base", "nats") == unseen
-    assert compare.describe_best(found[1:], "base", "nats") == "b ends 0.50 nats above base"
+    assert compare.describe_best(found[1:], "base", "nats") == "b ends 0.50 ± 0.20 nats above base"
+    small = "a ends 0.0040 ± 0.0002 nats below base"
+    assert compare.describe_best([(-0.004, 0.0002, "a")], "base", "nats") == small
 
 
 # -- looks into a model

@@ -21,8 +21,8 @@ from packaging.specifiers import SpecifierSet
 import config
 import fineweb
 import train_gpt2
-from support.common import UserError, command_for, reading, run_script, write_whole
-from support.device import GPUS, fall_back_to_cpu
+from support.common import UserError, command_for, reading, run_script, say_once, write_whole
+from support.device import GPUS
 from support.distributed import World, start_world
 
 # -- files
@@ -115,7 +115,7 @@ def test_no_gpu_idles_in_silence(monkeypatch, tmp_path, capsys, cuda, files, nam
     monkeypatch.setattr("support.device.as_typed", str)
     monkeypatch.setattr("support.distributed.join", lambda world: None)
     monkeypatch.setattr(os, "environ", torchrun_variables(0, 8, 8) | visible)
-    fall_back_to_cpu.cache_clear()
+    say_once.cache_clear()
     with pytest.raises(UserError, match=ends) if ends == REFUSED else nullcontext():
         assert [start_world(name).device.type for _ in range(2)] == ["cpu", "cpu"]
         assert re.fullmatch(ends, capsys.readouterr().err)

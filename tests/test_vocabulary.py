@@ -223,6 +223,10 @@ def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, 
         "one has more than 500 bytes"
     )
     assert "vocabulary: trained on the first 0 MB, because their words" in capsys.readouterr().err
+    monkeypatch.setattr(sources, "DISTINCT_WORDS", 10**9)
+    monkeypatch.setattr(sources, "VOCABULARY_TEXT", 500)
+    assert list(sources.read_for_vocabulary(files, None)) == [JAPANESE]
+    assert capsys.readouterr().err == "vocabulary: trained on the first 0 MB\n"
 
 
 # -- the folder
