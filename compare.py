@@ -459,11 +459,11 @@ def describe_arm(arm: dict) -> list[str]:
     if None in losses:
         return [name, "diverged", "", "", ""]
     cells = [name, f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}"]
-    if "verdict" in against and "mean" not in against:  # the base diverged
-        return [*cells, "", "", ""]
-    if not against:
+    if not against:  # the base
         minutes = np.mean([run["seconds"][-1] for run in runs]) / 60
         return [*cells, "", f"{runs[0]['tokens'][-1]:,}", f"{minutes:.1f}"]
+    if "mean" not in against:  # the base diverged
+        return [*cells, "", "", ""]
     cells.append(show_interval(against["mean"], against["half"]))
     for fractions in (against["tokens"], against["seconds"]):
         shown = ["never" if x is None else f"{x:.2f}" for x in fractions]

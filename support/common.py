@@ -236,12 +236,14 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     """The command line as a dataclass. Raises UsageError for values that are out of range."""
     config = read_flags(config_class, args)
     problems = out_of_range(config)
+    typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
     for name, kind in get_type_hints(config_class, include_extras=True).items():
         flag = f"--{name.replace('_', '-')}"
-        typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
-        if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
+        if get_origin(kind) is not tuple or flag not in typed:
+            continue
+        if typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")
-        if get_origin(kind) is tuple and flag in typed and not getattr(config, name):
+        if not getattr(config, name):
             problems.append(f"{flag} names nothing")
     if problems:
         raise UsageError(*problems)
