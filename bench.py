@@ -124,7 +124,6 @@ TECHNIQUES = {  # in the lecture's order, then ours: the option that each change
     "+ cheap activations recomputed": ("recompute", False),
     "+ freed memory kept": ("keep_memory", False),
 }
-FELT_BY_GPUS = ("pad_vocab_to",)  # a CPU has no matrix units that want such sizes
 
 
 def climb_ladder(m: Machine) -> Iterator[dict]:
@@ -149,7 +148,7 @@ def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
     for name, (option, plain) in TECHNIQUES.items():
         if used[option] != plain:
             options[option] = used[option]
-            unfelt = m.on_cpu and option in FELT_BY_GPUS
+            unfelt = m.on_cpu and option == "pad_vocab_to"  # matrix units of GPUs want it
             yield m.step(f"{name} (for GPUs)" if unfelt else name, **options)
     B = m.config.batch_size
     while 2 * B <= m.config.max_batch:

@@ -6,7 +6,7 @@ import math
 import os
 import shlex
 from copy import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -163,15 +163,14 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
-        usual = TrainConfig()
         left_out = ("preset", "minutes", "log_dir", "resume", "overwrite")
         flags = []
-        for name in [field.name for field in fields(TrainConfig) if field.name not in left_out]:
+        for name, usual in asdict(TrainConfig()).items():
             value = getattr(self, name)
-            flag = name.replace("_", "-")
             # an untyped warm-up follows the length of the run
-            if value == getattr(usual, name) and name != "warmup_steps":
+            if name in left_out or (value == usual and name != "warmup_steps"):
                 continue
+            flag = name.replace("_", "-")
             if isinstance(value, bool):
                 flags.append(f"--{flag}" if value else f"--no-{flag}")
             else:
@@ -266,12 +265,12 @@ NOTES = """
 Presets, their parameters, and times (estimates for eight H100s, if not for CPUs):
   gpt2         124M   10B tokens: 48 minutes
   gpt2-medium  355M   10B tokens: 2:16 hours
-  gpt2-large   774M   10B tokens: 4:51 hours
-  gpt2-xl     1558M   10B tokens: 9:21 hours
+  gpt2-large   774M   10B tokens: 4:49 hours
+  gpt2-xl     1558M   10B tokens: 9:15 hours
   gpt3-125m    125M   10B tokens in sequences of 2,048: 54 minutes
   gpt3-350m    356M   10B tokens in sequences of 2,048: 2:33 hours
-  gpt3-760m    760M   10B tokens in sequences of 2,048: 5:04 hours
-  gpt3-1.3b   1316M   10B tokens in sequences of 2,048: 8:15 hours
+  gpt3-760m    760M   10B tokens in sequences of 2,048: 5:02 hours
+  gpt3-1.3b   1316M   10B tokens in sequences of 2,048: 8:10 hours
   gpt2-muon    124M   gpt2 with Muon: 48 minutes
   quickstart   1.9M   Tiny Shakespeare: 3 minutes on 2 CPU cores with bfloat16 units, 10 without
   laptop       3.5M   the Python source on this machine: an hour on 2 such cores
@@ -302,7 +301,7 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = 
     parameters = {(L, C): 12 * L * C**2 for L, C in shapes}
     fitting = [shape for shape in shapes if shape[1] % typed.get("n_head", 1) == 0] or shapes
     n_layer, C = min(fitting, key=lambda shape: abs(math.log(parameters[shape]) - wanted))
-    n_head = max(h for h in range(1, 2 + C // 64) if C % h == 0 and h <= max(1, C // 64))
+    n_head = max(h for h in range(1, 1 + max(1, C // 64)) if C % h == 0)
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
     operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
@@ -372,10 +371,9 @@ def usual_warmup(preset: str, max_steps: int) -> int:
 
 def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> None:
     """Raises UsageError if typed flags contradict the GPTConfig of the files of `source`."""
-    typed = [name for name in vars(model_config) if name in config.typed]
-    other = [name for name in typed if getattr(config, name) != getattr(model_config, name)]
-    if other:
-        sizes = ", ".join(f"{name} {getattr(model_config, name)}" for name in other)
+    theirs = vars(model_config).items()
+    other = [f"{k} {v}" for k, v in theirs if k in config.typed and getattr(config, k) != v]
+    if sizes := ", ".join(other):
         raise UsageError(
             f"{source} has {sizes}: leave these flags out, or train a new model from scratch"
         )
@@ -390,19 +388,13 @@ def check(config: TrainConfig, world_size: int) -> list[str]:
     return wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
 
 
-NEEDS = {  # a typed flag has no effect unless another one has this value
-    "embedding_lr": ("optimizer", "muon"),
-    "decay_frac": ("decay", "wsd"),
-}
-
-
 def without_effect(c: TrainConfig) -> list[str]:
     """Flags that would not do what the user believes that they do."""
     problems = []
-    for name, (other, value) in NEEDS.items():
-        if name in c.typed and getattr(c, other) != value:
-            flag = name.replace("_", "-")
-            problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
+    if "embedding_lr" in c.typed and c.optimizer != "muon":
+        problems.append(f"--embedding-lr has no effect with --optimizer {c.optimizer}")
+    if "decay_frac" in c.typed and c.decay != "wsd":
+        problems.append(f"--decay-frac has no effect with --decay {c.decay}")
     if c.save_best and not c.val_every:
         problems.append("--save-best has no effect with --val-every 0")
     is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()

@@ -176,7 +176,7 @@ def hold_out(
             held_out = total
         elif total > held_out and total >= 2 * max(size, val_tokens):
             break
-    if num_files and not held_out:
+    if num_files and held_out == sum(start < held_out for start in starts):  # only <|endoftext|>
         raise UserError("what is named for validation holds no text: name other files")
     wanted = held_out or val_tokens
     if not wanted:
@@ -320,9 +320,9 @@ def make_shards(config: Config, folder: Path) -> str:
                 write_manifest(folder, manifest)
             finally:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
-                    (folder / ".lock").unlink()
-                    for path in new:
-                        path.rmdir()
+                    with suppress(OSError):  # another process may have begun to fill them
+                        (folder / ".lock").unlink()
+                        list(map(Path.rmdir, new))
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)
@@ -342,15 +342,16 @@ def shard_text(
 ) -> tuple[Tokenizer, str]:
     """Fills the folder from text -> its vocabulary, and which part of it is for validation."""
     files = sources.find_sources(manifest["options"], manifest["sources"])
+    most = 4 * config.max_tokens or math.inf  # bytes of text: a token is about four
     if (given or config.vocab_size) and not files[0].held_out:
-        manifest["split"] = manifest.get("split") or sources.find_split(files, most_bytes(config))
+        manifest["split"] = manifest.get("split") or sources.find_split(files, most)
         files = sources.split(files, manifest["split"])
     benchmark = load_benchmark(config.hellaswag_path) if config.decontaminate else None
     tokenizer = given or read_tokenizer("gpt2")
     if manifest["shards"]:
         tokenizer = tokenizer_of_data(folder)
     elif config.vocab_size:
-        tokenizer = train_tokenizer(config, files, benchmark)
+        tokenizer = train_tokenizer(config.vocab_size, files, most, benchmark)
     if given or config.vocab_size:
         manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
@@ -358,11 +359,6 @@ def shard_text(
     if files[0].local and where == "its beginning":
         where += "; to choose another text: --val-source FILE"
     return tokenizer, where
-
-
-def most_bytes(config: Config) -> float:
-    """How much text --max-tokens leaves, about: a token is four bytes."""
-    return 4 * config.max_tokens or math.inf
 
 
 def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, str]:
@@ -427,11 +423,12 @@ def check_ready(path: Path, eot: int, announced: str | None) -> tuple[int, int, 
     return shard.num_tokens, documents, sha256
 
 
-def train_tokenizer(config: Config, files: list[File], benchmark: Benchmark | None) -> Tokenizer:
+def train_tokenizer(
+    size: int | Literal["auto"], files: list[File], most: float, benchmark: Benchmark | None
+) -> Tokenizer:
     """A vocabulary of the text to train on, as large as --vocab-size says."""
-    size = config.vocab_size
     if size == "auto":
-        size = choose_vocab_size(sources.find_size(files, most_bytes(config)))
+        size = choose_vocab_size(sources.find_size(files, most))
     tokenizer = train_vocabulary(sources.read_for_vocabulary(files, benchmark), size)
     if tokenizer.vocab_size < size:
         fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"

@@ -106,8 +106,9 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
     kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
+    sizes = f"{shape.n_layer} layers of {shape.n_embd}, T {shape.block_size}"
     facts = {
-        "parameters": (f"{N:,}", f"{shape.n_layer} layers of {shape.n_embd}, T {shape.block_size}"),
+        "parameters": (f"{N:,}", f"{sizes}, V {shape.vocab_size:,}"),
         "tokens": (total, f"{config.max_steps:,} steps of {config.total_batch_size:,}"),
         "tokens per parameter": (per_parameter, ""),
         **plan_memory(config, model, GPUS[config.gpu][1]),
@@ -126,7 +127,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
     import torch
 
     from model import GPT, GPTConfig
-    from support.hf import load_weights, read_fields
+    from support.hf import load_weights, read_config
 
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
     flags = GPTConfig.fields_from(config, vocab_size)
@@ -134,7 +135,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
     if config.init_from in GPT2_SIZES:
         files = {"block_size": 1024, **GPT2_SIZES[config.init_from]}
     elif config.init_from != "scratch":
-        files = read_fields(config.init_from)
+        files, _ = read_config(Path(config.init_from))
     theirs = flags | files | GPTConfig.same_math_from(config)
     with torch.device("meta"):
         model = GPT(GPTConfig(**(theirs | {"block_size": config.sequence_length})))
@@ -155,7 +156,8 @@ def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     most = most_tokens(config.data_dir)
     config = config.sized_for(seconds * per_second, vocab_size, config.gpus, most)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
-    steps, times = divide_time(config, seconds, config.total_batch_size / rate, evaluations={})
+    val = {"val": (config.val_tokens / 3 / rate, config.val_every)} if config.val_every else {}
+    steps, times = divide_time(config, seconds, config.total_batch_size / rate, val)
     steps = max(1, int(min(steps, most / config.total_batch_size)))
     config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
     return config.scheduled_for(steps, EPOCHS * steps * config.total_batch_size / most)
@@ -200,7 +202,7 @@ def estimate_seconds(config: PlanConfig, rate: float) -> float:
     tokens += how_many(config.hellaswag_every) * share * HELLASWAG_TOKENS
     seconds = tokens / rate
     seconds += how_many(config.sample_every) * config.sample_tokens * config.n_layer * SAMPLING
-    pictures = seconds / 120 if config.val_every else 0  # one every two minutes
+    pictures = min(seconds / 120, how_many(config.val_every))  # with a validation
     return seconds + pictures * PICTURE
 
 

@@ -5,7 +5,6 @@ python sample.py --interactive                             asks for prompts
 python sample.py --model log/quickstart/ckpt_001200 --prompt "ROMEO:"
 """
 
-import codecs
 import json
 import sys
 from contextlib import suppress
@@ -64,16 +63,16 @@ class SampleConfig:
 def read_prompts(prompt: str) -> list[str]:
     """The prompts that --prompt stands for. Raises UserError if there are none."""
     if prompt == "-":
-        lines = sys.stdin.buffer.readlines()
+        data = sys.stdin.buffer.read()
     elif prompt.startswith("@"):
-        with reading(prompt[1:]), open(prompt[1:], "rb") as file:
-            lines = file.readlines()
+        with reading(prompt[1:]):
+            data = Path(prompt[1:]).read_bytes()
     else:
         return [replace_surrogates(prompt)]
-    if not lines:
+    if not data:
         raise UserError(f"--prompt {prompt} has no prompts: give one per line")
-    lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-    return [line.rstrip(b"\r\n").decode(errors="replace") for line in lines]
+    text = data.decode(json.detect_encoding(data), "replace")  # Windows also writes UTF-16
+    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **options: Any) -> None:

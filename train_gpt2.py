@@ -335,8 +335,7 @@ def loop(run: Run) -> None:
         lr = learning_rate(progress.step, config)
         loss, norm, skipped = make_update(run, lr)
         end = time.perf_counter()
-        finite = math.isfinite(loss + norm)
-        if not finite and (reason := divergence.why_stop(loss, norm, progress.skipped_in_a_row)):
+        if reason := divergence.why_stop(loss, norm, progress.skipped_in_a_row):
             last = progress.cursor + config.total_batch_size // config.sequence_length - 1
             end_diverged(run, f"{reason}, on sequences {progress.cursor} to {last}")
         report_step(run, loss, norm, lr, end - start, skipped)
@@ -357,13 +356,13 @@ def make_update(run: Run, lr: float) -> tuple[float, float, bool]:
     run.stop.checkpoint_due = run.world.is_main and (  # all processes go by one clock
         0 < 60 * config.checkpoint_minutes < time.perf_counter() - run.last_save_time
     )
-    micro_step = run.train_loader.B * config.sequence_length * run.world.size  # tokens
+    at_once = run.train_loader.B * config.sequence_length * run.world.size  # tokens
     loss, norm, skipped = train_step(
         model=run.wrapped_model,
         optimizers=run.optimizers,
         scaler=run.scaler,
         loader=run.train_loader,
-        grad_accum_steps=config.total_batch_size // micro_step,
+        grad_accum_steps=config.total_batch_size // at_once,
         world=run.world,
         stop=run.stop,
         dtype=run.dtype,

@@ -69,7 +69,8 @@ def training(
         keep_freed_memory(world.device)
     if theirs == "hf":
         model = make_transformers_model(size, T)
-        model.forward = partial(transformers_loss, model.forward)
+        plain = model.forward  # which shifts labels
+        model.forward = lambda x, _y: (None, plain(input_ids=x, labels=x, use_cache=False).loss)
     elif theirs:
         code = import_nanogpt(theirs)
         shape = dict(size, block_size=T, vocab_size=50304)  # padded, as in its train.py
@@ -120,10 +121,6 @@ def plain_loss(model: GPT, x: Tensor, y: Tensor) -> tuple[None, Tensor]:
     """The loss as everyone writes it first, from the float32 logits of all tokens."""
     logits = model.logits(model.hidden(x)).float()  # (B, T, V)
     return None, F.cross_entropy(logits.flatten(0, 1), y.flatten())
-
-
-def transformers_loss(their_forward: Callable, x: Tensor, _y: Tensor) -> tuple:
-    return None, their_forward(input_ids=x, labels=x, use_cache=False).loss  # it shifts labels
 
 
 def make_transformers_model(size: dict[str, Any], T: int) -> Any:

@@ -367,14 +367,13 @@ def locked(folder: Path, patience: float, problem: str) -> Iterator[None]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / ".lock").touch()
-    lock = FileLock(folder / ".lock", timeout=patience)
+    # no soft lock where locks are missing: what a killed process leaves would lock others out
+    lock = FileLock(folder / ".lock", timeout=patience, fallback_to_soft=False)
     with if_supported("locks, so let no other process write here"):
         try:
             lock.acquire()
-        except Timeout:
+        except (Timeout, FileNotFoundError):  # or it has just failed, and removed its folder
             raise UserError(problem) from None
-        except NotImplementedError as error:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from error
     try:
         yield
     finally:

@@ -120,14 +120,10 @@ def read_weights(directory: Path) -> Weights:
     )
 
 
-def read_fields(name: str) -> dict[str, Any]:
-    """The fields of GPTConfig that a model directory or a .pt file fixes."""
-    path = Path(name)
-    return read_pt(path).fields if path.suffix == ".pt" else read_config(path)[0]
-
-
 def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Reads config.json -> fields of GPTConfig, and the fingerprint of a changed GPT-2."""
+    """Reads config.json, or a .pt file -> fields of GPTConfig, a changed GPT-2's fingerprint."""
+    if directory.suffix == ".pt":
+        return read_pt(directory).fields, None
     path = directory / "config.json"
     with reading(path):
         if not path.exists():
@@ -192,7 +188,8 @@ def read_pt(path: Path) -> Pretrained:
     names = ("__main__.GPTConfig", "train_gpt2.GPTConfig", "model.GPTConfig")
     stand_ins: list[Any] = [(SimpleNamespace, name) for name in names]
     name = f"{path}, as a checkpoint of nanoGPT or build-nanogpt,"
-    with reading(name), torch.serialization.safe_globals(stand_ins):
+    advice = "of this code's checkpoints, name the directory"
+    with reading(name, advice), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in (*SHAPE, "block_size")}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import io
 import math
-import shlex
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -18,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from support.common import UsageError, UserError, beside_script, out_of_range
+from support.common import UsageError, UserError, out_of_range
 from support.device import dtype_name, peak_flops, pick_dtype
+from support.resume import command_line
 from support.sharding import unsharded
 from support.token_files import find_shards
 from support.tokenizer import tokenizer_of_data
@@ -93,8 +93,7 @@ def fit_schedule(
     num_params = run.model.num_params()
     del run, loader
     gc.collect()  # its parts refer to each other, and the next run needs their memory
-    if world.device.type == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
     spent = time.perf_counter() - began
     left = AIM * 60 * config.minutes - spent - LAST
     steps, times = world.broadcast(divide_time(config, left, update, evaluations))
@@ -165,7 +164,7 @@ def divide_time(
 
 def as_command(config: TrainConfig, world: World) -> str:
     """What repeats a run with these settings, in another log_dir."""
-    command = f"{world.launcher} {beside_script('train_gpt2.py')} {shlex.join(config.as_flags())}"
+    command = command_line(world.launcher, config.as_flags())
     if world.device.type == "cpu" and world.size == 1:
         command = f"OMP_NUM_THREADS={torch.get_num_threads()} {command}"
     return command

@@ -16,7 +16,7 @@ import torch
 from support.common import command_for, counted, duration, revision, write_whole
 from support.device import device_name, dtype_name
 from support.log import read_run, starts_of
-from support.published import beside_openai
+from support.published import beside_openai, text_of
 
 if TYPE_CHECKING:
     from config import TrainConfig
@@ -77,13 +77,11 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     run = read_run(log_dir)
     records = run.records
     starts = starts_of(records)
-    about = starts[-1]
-    model = about["model"]
-    text = Path(about["config"]["data_dir"]).name
-    rows = [f"| {name} | {figure} |" for name, figure in figures(records, about).items()]
+    title = "# GPT-2 of {n_layer} layers and {n_embd} channels, on ".format(**run.config)
+    rows = [f"| {name} | {figure} |" for name, figure in figures(records, starts[-1]).items()]
     commands = "\n".join(f"{start['time']}  {start['command']}" for start in starts)
     parts = [
-        f"# GPT-2 of {model['n_layer']} layers and {model['n_embd']} channels, on {text}",
+        title + text_of(run.config),
         "![training and validation loss](loss.png)" if has_curve else "",
         "\n".join(["| | |", "|---|---|", *rows]),
         "## Commands",
@@ -164,17 +162,15 @@ def last_words(config: TrainConfig, last_saved: Path | None, progress: Progress)
         lines["The curve:"] = f"{log_dir}/loss.png"
     if progress.best_saved:
         lines["The best:"] = f"{log_dir}/{describe_best(progress.best_saved)}"
-    commands = {}
     if last_saved:
         where = ["--model", str(last_saved)]
         if not config.sample_prompt.startswith(("@", "-")):  # else it is sample.py's own by default
             where += ["--prompt", config.sample_prompt]
-        commands["Sample it:"] = ("sample.py", shlex.join(where))
+        lines["Sample it:"] = f"{command_for('sample.py')} {shlex.join(where)}"
     if config.data_dir in ("data/stdlib", "data/tinyshakespeare", "data/python"):
+        text = "--source my.txt --vocab-size auto"
         mine = "--data-dir data/mine"
-        commands["Your own text:"] = ("fineweb.py", f"--source my.txt --vocab-size auto {mine}")
-        commands["  then"] = ("train_gpt2.py", f"--minutes 20 {mine} --log-dir log/mine")
-        commands["GPT-2 itself:"] = ("plan.py", "(hours and dollars on GPUs)")
-    for name, (script, rest) in commands.items():
-        lines[name] = f"{command_for(script)} {rest}"
+        lines["Your own text:"] = f"{command_for('fineweb.py')} {text} {mine}"
+        lines["  then"] = f"{command_for('train_gpt2.py')} --minutes 20 {mine} --log-dir log/mine"
+        lines["GPT-2 itself:"] = f"{command_for('plan.py')} (hours and dollars on GPUs)"
     return "\n".join(["", *(f"{name:16}{line}" for name, line in lines.items())])

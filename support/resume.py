@@ -113,8 +113,11 @@ def find_start(
     resumed_from = checkpoint.find(candidates_for(config), world)
     if resumed_from is None:
         with world.fail_together():
-            if world.is_main:
-                refuse_finished(config)
+            if world.is_main and any(n >= config.max_steps for n in ends_of(config.log_dir)):
+                raise UserError(  # its log would be lost without need
+                    f"{config.log_dir} holds a finished run without checkpoints: to train it "
+                    "again, --overwrite instead of --resume auto"
+                )
         world.say(f"resume: no checkpoint in {config.log_dir} yet, starting from the beginning")
         return config, None
     path = resumed_from.path
@@ -175,15 +178,6 @@ def is_finished(config: TrainConfig, resumed_from: Checkpoint) -> bool:
 def ends_of(log_dir: str) -> list[int]:
     """The last update of the run in log_dir, if it has reached it."""
     return [record["step"] for record in records_of(log_dir)[-1:] if record["type"] == "end"]
-
-
-def refuse_finished(config: TrainConfig) -> None:
-    """Raises UserError if the run in log_dir has ended: its log would be lost without need."""
-    if any(step >= config.max_steps for step in ends_of(config.log_dir)):
-        raise UserError(
-            f"{config.log_dir} holds a finished run without checkpoints: to train it again, "
-            "--overwrite instead of --resume auto"
-        )
 
 
 def is_own(config: TrainConfig, resumed_from: Checkpoint | None) -> bool:

@@ -63,8 +63,8 @@ def shard(model: GPT, world: World, sharding: str) -> None:
     for unit in fsdp_units(model):
         fully_shard(unit, mesh=mesh)
     if copies > 1:  # unlike DDP, fully_shard leaves each node what it drew: by CPU, draws differ
-        for shard in local_weights(model).values():
-            torch.distributed.broadcast(shard, group=mesh.get_group("copies"), group_src=0)
+        for weight in local_weights(model).values():
+            torch.distributed.broadcast(weight, group=mesh.get_group("copies"), group_src=0)
     # the first forward finishes the set-up, and must be of the whole model
     x = torch.zeros(1, 1, dtype=torch.int64, device=world.device)
     with torch.no_grad():

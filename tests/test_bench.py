@@ -54,7 +54,8 @@ class HereWorker:
         self.side = side
 
     def first_run(self, device):
-        return measure.numbers_of(run_here(self.side.make, **self.side.options))
+        first = run_here(self.side.make, **self.side.options)
+        return first if isinstance(first, dict) else {}
 
     def turn(self):
         return dict(seconds=1.0, memory=1)

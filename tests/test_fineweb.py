@@ -659,6 +659,25 @@ def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
     )
 
 
+def test_an_empty_file_cannot_be_the_text_for_validation(tmp_path):
+    write_jsonl(tmp_path / "good.jsonl", ["x"])
+    (tmp_path / "void.txt").touch()
+    source = ["--source", tmp_path / "good.jsonl", "--val-source", tmp_path / "void.txt"]
+    assert "holds no text" in run(*source, "--data-dir", tmp_path / "out", code=1).stderr
+
+
+def test_a_failed_run_leaves_folders_that_another_one_uses_by_then(tmp_path, monkeypatch):
+    def fail(*_):
+        (tmp_path / "data" / "another").mkdir()
+        raise UserError("as asked")
+
+    monkeypatch.setattr(fineweb, "shard_text", fail)
+    config = fineweb.Config(source=["stdlib"])
+    with pytest.raises(UserError, match="as asked"):
+        fineweb.make_shards(config, tmp_path / "data" / "mine")
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["another"]
+
+
 # -- the hub, played by a server on this machine that is not in the best of health
 
 COMMIT = "c0ffee" * 6 + "beef"

@@ -284,7 +284,8 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     tiny.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"model": {}, "transformer.wte.weight": Evil()}, name)
-    refused = r"cannot be read \(UnpicklingError: Weights only load failed\.\); fix that, then"
+    advice = "of this code's checkpoints, name the directory" if given == name else "fix that, then"
+    refused = rf"cannot be read \(UnpicklingError: Weights only load failed\.\); {advice}"
     with pytest.raises(UserError, match=refused):
         GPT.from_pretrained(given)
     assert not (tmp_path / "evil-was-here").exists()

@@ -200,7 +200,7 @@ def test_a_validation_costs_a_third_of_training_on_its_tokens():
     flags += " --hellaswag-every 0 --sample-every 0"
     assert facts(f"{flags} --val-every 0")["time"] == "1:27:23"
     more = facts(f"{flags} --val-every 4")["time"]
-    assert more == "2:35:58", "1,000 s more at each of 0, 4, 8 and 10, and the pictures"
+    assert more == "2:34:09", "1,000 s more at each of 0, 4, 8 and 10, and a picture at each"
 
 
 def test_hellaswag_samples_and_pictures_cost_time_and_the_published_range_stands_beside_it():
@@ -258,7 +258,7 @@ def test_the_page_holds_the_facts_of_a_run(capsys):
     [
         ("--gpu RTX-4090", "1 day", "unknown", "give --price"),
         ("--gpu RTX-4090 --price 0.5", "1 day", "$18.", "at $0.50 per GPU-hour, see --price"),
-        ("--gpu H100", "6:20:30", "$15.85", "at $2.50 per GPU-hour, our assumption, see --price"),
+        ("--gpu H100", "6:17:45", "$15.74", "at $2.50 per GPU-hour, our assumption, see --price"),
         ("--preset quickstart", "under 0:01:00", "under $0.04", "our assumption"),
     ],
 )

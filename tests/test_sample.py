@@ -201,6 +201,9 @@ def test_prompts_from_stdin_and_a_file_share_a_batch_and_come_as_json(
     ],
 )
 def test_each_line_is_a_prompt_and_only_a_line_feed_ends_it(tmp_path, content, prompts):
+    for encoding in ("utf-8", "utf-16"):  # as Windows' PowerShell writes it
+        (tmp_path / "prompts").write_bytes(content.removeprefix("\ufeff").encode(encoding))
+        assert sample.read_prompts(f"@{tmp_path}/prompts") == prompts
     (tmp_path / "prompts").write_bytes(content.encode())
     assert sample.read_prompts(f"@{tmp_path}/prompts") == prompts
 
