@@ -67,7 +67,7 @@ class Machine:
         self.on_cpu = self.device.type == "cpu"
         self.on_gpu = self.device.type == "cuda"
         # the first row needs 28 GB with 16 sequences
-        is_large = self.on_gpu and (free_memory(self.device) or 0) > 4e10
+        is_large = self.on_gpu and free_memory(self.device) > 4e10
         self.config = replace(
             config,
             batch_size=config.batch_size or (16 if is_large else 4 if self.on_gpu else 1),

@@ -221,7 +221,7 @@ def build_optimizers(
         embedding_lr=config.embedding_lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        dtype=dtype if dtype == torch.float32 else torch.bfloat16,
+        dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
     )
 
 

@@ -153,17 +153,17 @@ def pick_dtype(
 ) -> tuple[torch.dtype, str]:
     """The dtype for autocast on this device, and the reason.
 
-    auto is the one before if the run is resumed, else the fastest that trains well. That is float32
-    for all processes if one of their CPUs prefers it. anywhere: World.any, if there are several.
+    auto is the one before if the run is resumed, else the fastest that trains well: for all
+    processes what one of their CPUs or GPUs needs. anywhere: World.any, if there are several.
     """
     if name != "auto":
         return getattr(torch, name), "--dtype"
     if before:
         return getattr(torch, before), "as before; --dtype changes it"
     if device.type == "cuda":
-        if torch.cuda.get_device_capability(device) >= (8, 0):
+        if not anywhere(torch.cuda.get_device_capability(device) < (8, 0)):
             return torch.bfloat16, "compute capability 8.0 or newer"
-        return torch.float16, "this GPU has no bfloat16; the gradients are scaled"
+        return torch.float16, "a GPU has no bfloat16; the gradients are scaled"
     if device.type == "cpu":
         ratio = bfloat16_speed()
         slow = anywhere(ratio <= 1.5)
@@ -246,16 +246,17 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
-def free_memory(device: torch.device, processes: int = 1) -> int | None:
-    """Free bytes of a GPU, or for each of the processes on this machine; None if unknown."""
+def free_memory(device: torch.device, processes: int = 1) -> int:
+    """Free bytes of a GPU, or for each of the processes on this machine; of a Mac, half of all."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or 0)
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or half // 1024)
     if limit := find_in("/sys/fs/cgroup/memory.max", r"(\d+)"):  # a container's, or it says "max"
         used = find_in("/sys/fs/cgroup/memory.current", r"(\d+)")
         cached = find_in("/sys/fs/cgroup/memory.stat", r"inactive_file (\d+)")  # can be freed
         free = min(free, int(limit) - int(used) + int(cached))
-    return free // processes or None
+    return free // processes
 
 
 def peak_memory(device: torch.device) -> int:

@@ -119,7 +119,7 @@ def fit_batch_size(
             raise UserError(explain_out_of_memory(1, config))
         torch.cuda.reset_peak_memory_stats()
         return B
-    free = FILL.get(device, 0.5) * (free_memory(world.device, world.local_size) or 4 * 2**30)
+    free = FILL.get(device, 0.5) * free_memory(world.device, world.local_size)
 
     def fits(B: int) -> bool:
         parts = estimate_memory(model, config, B, dtype.itemsize, device, world.shard_group_size)
@@ -177,8 +177,7 @@ def refuse_too_large(make: Callable[[], GPT], processes: int) -> None:
     with torch.device("meta"):
         model = make()
     need = sum(p.nbytes for p in model.parameters())
-    free = free_memory(torch.device("cpu"), processes) or need
-    if need > free:
+    if need > (free := free_memory(torch.device("cpu"), processes)):
         raise UserError(
             f"the weights of n_layer {model.config.n_layer} and n_embd {model.config.n_embd} need "
             f"{need:,} bytes, but each process has only {free:,}: choose a smaller model"

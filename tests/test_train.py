@@ -236,7 +236,7 @@ def test_muon_takes_float32_where_the_run_does_and_both_where_it_is_faster(
     optimizers = train_gpt2.build_optimizers(config, tiny, dtype)
     assert optimizers[1].dtype == dtype
     half = train_gpt2.build_optimizers(config, tiny, torch.float16)
-    assert half[1].dtype == torch.bfloat16, "whose range float16 does not have"
+    assert half[1].dtype == torch.float32, "float16 lacks its range, such a GPU has no bfloat16"
     before = tiny.transformer.h[0].mlp.c_fc.weight.clone()
     step_on(tiny, optimizers, torch.randint(0, 50257, (16, 33)), B=16, lr=1.0)
     values = torch.linalg.svdvals(tiny.transformer.h[0].mlp.c_fc.weight - before)
@@ -874,6 +874,13 @@ def test_on_a_gpu_the_attention_kernel_for_the_models_heads_is_named(monkeypatch
     assert named == ", cudnn_attention for heads of 32"
 
 
+def test_processes_on_unlike_gpus_train_in_one_dtype(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (8, 6))
+    gpu = torch.device("cuda")
+    assert pick_dtype(gpu)[0] == torch.bfloat16
+    assert pick_dtype(gpu, anywhere=lambda slow: True)[0] == torch.float16, "one is older"
+
+
 @pytest.mark.parametrize("capability, is_known", [((7, 0), False), ((7, 5), True), ((9, 0), True)])
 def test_a_gpu_that_is_too_old_for_this_pytorch_is_told_what_to_install(
     monkeypatch, capability, is_known
@@ -983,6 +990,10 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
     monkeypatch.setattr("support.common.Path", lambda path: tmp_path / Path(path).name)
     assert free_memory(torch.device("cpu")) == free
     assert free_memory(torch.device("cpu"), 2) == free // 2, "two processes share the machine"
+    (tmp_path / "meminfo").unlink()  # macOS has none
+    pages = {"SC_PAGE_SIZE": 1024, "SC_PHYS_PAGES": 16000}
+    monkeypatch.setattr("os.sysconf", pages.get)
+    assert free_memory(torch.device("cpu")) == free
 
 
 # -- signals, logs, a loss that is not a number
