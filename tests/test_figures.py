@@ -98,8 +98,9 @@ def test_the_page_of_benchmarks_has_the_tables_of_the_races_that_the_readme_show
     for table in (shakespeare, library):
         assert format_table(table, minutes.COLUMNS) in PAGE
     log = (ROOT / "benchmarks" / "LOG.md").read_text()
-    budgets = [minutes.summarize(read_json(f"budget-{n}.json")) for n in (1, 3)]
-    assert all(format_table(table, minutes.COLUMNS) in log for table in budgets)
+    names = ("budget-1.json", "budget-3.json", "amx-budget-1.json")
+    *budgets, with_amx = (minutes.summarize(read_json(name)) for name in names)
+    assert all(format_table(table, minutes.COLUMNS) in log for table in (*budgets, with_amx))
     for name in (minutes.OURS, minutes.ADAMW, "nanoGPT, our tokens"):
         bits = [row["bits"] for table in budgets for row in table if row["name"] == name]
         assert "{:.3f} and {:.3f}".format(*bits) in " ".join(PAGE.split())
