@@ -330,8 +330,8 @@ def choose_recipe(max_steps: int, epochs: float, n_embd: int, typed: dict) -> di
     share = 1 if optimizer == "muon" else 4  # AdamW takes a quarter of the rate
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
     rate = typed.get("learning_rate", rate)
-    # the part of a weight that an update takes at this rate; in an epoch, at most by a factor of e
-    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, epochs / max_steps)
+    # the part of a weight that an update takes at this rate; in an epoch, at most a factor of e²
+    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, 2 * epochs / max_steps)
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),
