@@ -322,7 +322,8 @@ def make_shards(config: Config, folder: Path) -> str:
                 if new and not (folder / MANIFEST).exists():  # folders come with the first shard
                     with suppress(OSError):  # another process may have begun to fill them
                         (folder / ".lock").unlink()
-                        list(map(Path.rmdir, new))
+                        for path in new:
+                            path.rmdir()
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)

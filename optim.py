@@ -46,9 +46,10 @@ def muon(
     both. embedding_lr multiplies it for the embeddings, which AdamW updates. dtype: in which Muon
     orthogonalizes.
     """
+    trained = [p for p in model.parameters() if p.requires_grad]
     inside = {p for p in model.transformer.h.parameters() if p.dim() == 2}
-    matrices = [p for p in model.parameters() if p.requires_grad and p in inside]
-    others = [p for p in model.parameters() if p.requires_grad and p not in inside]
+    matrices = [p for p in trained if p in inside]
+    others = [p for p in trained if p not in inside]
     optimizers: list[Optimizer] = []
     if others:
         rest = adamw_of(others, learning_rate, weight_decay, **options)

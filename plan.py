@@ -127,7 +127,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
     import torch
 
     from model import GPT, GPTConfig
-    from support.hf import load_weights, read_config
+    from support.hf import load_weights, read_fields
 
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
     flags = GPTConfig.fields_from(config, vocab_size)
@@ -135,7 +135,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
     if config.init_from in GPT2_SIZES:
         files = {"block_size": 1024, **GPT2_SIZES[config.init_from]}
     elif config.init_from != "scratch":
-        files, _ = read_config(Path(config.init_from))
+        files = read_fields(config.init_from)
     theirs = flags | files | GPTConfig.same_math_from(config)
     with torch.device("meta"):
         model = GPT(GPTConfig(**(theirs | {"block_size": config.sequence_length})))
@@ -202,7 +202,7 @@ def estimate_seconds(config: PlanConfig, rate: float) -> float:
     tokens += how_many(config.hellaswag_every) * share * HELLASWAG_TOKENS
     seconds = tokens / rate
     seconds += how_many(config.sample_every) * config.sample_tokens * config.n_layer * SAMPLING
-    pictures = min(seconds / 120, how_many(config.val_every))  # with a validation
+    pictures = min(seconds / 120, how_many(config.val_every))  # at validations
     return seconds + pictures * PICTURE
 
 

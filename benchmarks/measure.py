@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
@@ -63,8 +64,13 @@ def start(side: Side, device: str, rank: int, port: int) -> dict:
     here["world"] = start_world(device)
     atexit.register(here["world"].close)
     here["run"] = side.make(here["world"], **side.options)
-    first = here["run"]()  # compiles, and allocates the optimizer's state
-    return {k: float(v) for k, v in first.items()} if isinstance(first, dict) else {}
+    return numbers_of(here["run"]())  # compiles, and allocates the optimizer's state
+
+
+def numbers_of(returned: Any) -> dict[str, float]:
+    """What a run returned, if that is a dict of numbers."""
+    numbers = returned if isinstance(returned, dict) else {}
+    return {name: float(value) for name, value in numbers.items()}
 
 
 def take_turn(runs: int) -> dict:

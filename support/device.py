@@ -250,8 +250,9 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
     """Free bytes of a GPU, or for each of the processes on this machine; of a Mac, half of all."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or half // 1024)
+    free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or 0)
+    if not free:  # macOS does not say
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     if limit := find_in("/sys/fs/cgroup/memory.max", r"(\d+)"):  # a container's, or it says "max"
         used = find_in("/sys/fs/cgroup/memory.current", r"(\d+)")
         cached = find_in("/sys/fs/cgroup/memory.stat", r"inactive_file (\d+)")  # can be freed

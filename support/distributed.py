@@ -138,7 +138,7 @@ class World:
     # -- what the processes tell each other
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """x summed over all processes, the same on each."""
+        """Sums x over all processes, in place. Returns it, the same on each."""
         if self.size > 1:
             dist.all_reduce(x)
         return x

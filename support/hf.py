@@ -120,10 +120,14 @@ def read_weights(directory: Path) -> Weights:
     )
 
 
+def read_fields(name: str) -> dict[str, Any]:
+    """The fields of GPTConfig that a model directory or a .pt file fixes."""
+    path = Path(name)
+    return read_pt(path).fields if path.suffix == ".pt" else read_config(path)[0]
+
+
 def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
-    """Reads config.json, or a .pt file -> fields of GPTConfig, a changed GPT-2's fingerprint."""
-    if directory.suffix == ".pt":
-        return read_pt(directory).fields, None
+    """Reads config.json -> fields of GPTConfig, and the fingerprint of a changed GPT-2."""
     path = directory / "config.json"
     with reading(path):
         if not path.exists():

@@ -77,11 +77,11 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     run = read_run(log_dir)
     records = run.records
     starts = starts_of(records)
-    title = "# GPT-2 of {n_layer} layers and {n_embd} channels, on ".format(**run.config)
+    title = "# GPT-2 of {n_layer} layers and {n_embd} channels".format_map(run.config)
     rows = [f"| {name} | {figure} |" for name, figure in figures(records, starts[-1]).items()]
     commands = "\n".join(f"{start['time']}  {start['command']}" for start in starts)
     parts = [
-        title + text_of(run.config),
+        f"{title}, on {text_of(run.config)}",
         "![training and validation loss](loss.png)" if has_curve else "",
         "\n".join(["| | |", "|---|---|", *rows]),
         "## Commands",
