@@ -18,7 +18,7 @@ def draw(root: Path) -> None:
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
     records = root / "benchmarks"
     save_picture(plot_climbs(sorted(records.glob("*-ladder.json"))), records / "climb.svg")
-    races = [json.loads(race.read_text()) for race in sorted(records.glob("budget-*.json"))]
+    races = [json.loads(race.read_text()) for race in sorted(records.glob("amx-budget-*.json"))]
     save_picture(plot_budgets(races), records / "budgets.svg")
     for record in records.glob("compare*/compare.json"):
         figure = plot_comparison(json.loads(record.read_text()))

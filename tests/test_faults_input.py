@@ -121,7 +121,7 @@ def stop_before_work(*_) -> None:
 def flags_of(script: str) -> list[str]:
     """The flags that --help shows. Each must have a help."""
     shown = re.sub(r"[\s│]+", " ", call(script, "--help").stdout)
-    flags = re.findall(r"(?<!,) (--[a-z][a-z0-9-]*)(?:, --no\S+)? (.*?)\(default: ", shown)
+    flags = re.findall(r"(?<!,) (--[a-z][a-z0-9-]*)(?:, --no\S+)? (.*?)\((?:default: |rep)", shown)
     assert len(flags) >= 4
     for flag, text in flags:
         assert re.search(r"[a-z']{2,}[ ,]", text), (flag, text)
