@@ -5,7 +5,7 @@
 # in benchmarks/DEVICE. It is written again after each step, and every ten seconds of a long one,
 # because who lends a GPU may take it back at any moment.
 
-export PYTHONUNBUFFERED=1 PYTHONPATH=.wheels/installed:.:$PYTHONPATH
+export PYTHONUNBUFFERED=1 PYTHONPATH=$PWD/.wheels/installed:$PWD:$PYTHONPATH
 device=CPU
 test "$CPU" || device=$($PY -c 'import re, torch; print(re.sub(r"\W+", "-", torch.cuda.get_device_name()))') || {
     echo "make $PART: there is no GPU here; make $PART CPU=1 tries it out, small, on the CPU"

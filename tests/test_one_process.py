@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, losses, read_records, run_script, tiny_run, weights_hash
+from conftest import losses, read_records, run_script, tiny_run, weights_hash
 
 import train_gpt2
 from config import parse_command_line
@@ -77,7 +77,7 @@ def test_a_group_of_one_trains_and_resumes_in_every_sharding(
     flags += f" --device {device} --optimizer {optimizer} --checkpoint-every 3"
     arguments = [tmp_path, device, f"{flags} --val-every 3 --val-tokens 160"]
     torchrun = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="0")
-    done = run_script("tests/test_one_process.py", *arguments, PYTHONPATH=str(ROOT), **torchrun)
+    done = run_script("tests/test_one_process.py", *arguments, **torchrun)
     types = done.stdout.splitlines()[-1].split()
     assert types == [name for name in WAYS.values() for _ in range(2)]
     curves = {}

@@ -114,7 +114,7 @@ def test_the_estimate_is_what_eager_steps_on_this_cpu_take():
     B = 4
     program = [sys.executable, "-c", MEASURE, str(B)]
     # each tensor from the system and back to it: the holes of a heap are no tensors
-    done = run_program(program, PYTHONPATH=str(ROOT), MALLOC_MMAP_THRESHOLD_="65536")
+    done = run_program(program, MALLOC_MMAP_THRESHOLD_="65536")
     assert done.returncode == 0, done.stderr
     model = on_meta(vocab_size=5000, block_size=256, n_layer=6, n_head=4, n_embd=256)
     parts = estimate_memory(model, TrainConfig(sequence_length=256), B, width=4, device="cpu")

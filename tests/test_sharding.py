@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import (
-    ROOT,
     random_model,
     run_script,
     tiny_run,
@@ -151,7 +150,7 @@ def measure_all() -> None:
 
 
 def test_every_sharding_in_16_bits_is_the_function_that_ddp_is():
-    done = run_script("tests/test_sharding.py", ranks=2, PYTHONPATH=str(ROOT))
+    done = run_script("tests/test_sharding.py", ranks=2)
     runs, gradients = json.loads(done.stdout.splitlines()[-1])
     for run in runs.values():
         assert run["made"] == pytest.approx(runs["ddp"]["made"], rel=1e-6)
@@ -321,7 +320,7 @@ def share_muon() -> None:
 
 
 def test_each_process_orthogonalizes_its_share_and_the_weights_are_pytorchs():
-    done = run_script("tests/test_sharding.py", "muon", ranks=4, PYTHONPATH=str(ROOT))
+    done = run_script("tests/test_sharding.py", "muon", ranks=4)
     assert "alltoall" not in done.stderr, "PyTorch warns no user of what gloo lacks"
     one, two = [True, 2 * SHAPES], [True, 4 * SHAPES]  # of three matrices, in two updates
     expected = [True, *[[one, one, one, [True, 0]]] * 3, [two, one, two, one]]
@@ -342,7 +341,7 @@ def share_copies() -> None:
 
 
 def test_nodes_that_draw_other_weights_share_the_first_ones():
-    run_script("tests/test_sharding.py", "copies", ranks=4, PYTHONPATH=str(ROOT))
+    run_script("tests/test_sharding.py", "copies", ranks=4)
 
 
 # -- resuming on four processes, where the order of a sum matters
@@ -397,7 +396,7 @@ def resume_all(folder: Path, more: list[str]) -> None:
 
 def check_resumed(folder: Path, *flags: str) -> None:
     write_shards(folder / "shards")
-    done = run_script("tests/test_sharding.py", folder, *flags, ranks=4, PYTHONPATH=str(ROOT))
+    done = run_script("tests/test_sharding.py", folder, *flags, ranks=4)
     found = [json.loads(line[6:]) for line in done.stdout.splitlines() if line[:5] == "found"]
     odd = {way: ranks for way, _, _, ranks in found}
     everyone = ["rank 0", "rank 1", "rank 2", "rank 3"]

@@ -242,7 +242,7 @@ def test_a_rank_that_ends_while_gloo_frees_a_tensor_is_not_taken_for_one_that_di
     """Python aborted: "terminate called without an active exception". Then torchrun failed."""
     script = tmp_path / "late.py"
     script.write_text(LATE_ALL_REDUCE)
-    done = run_script(script, ranks=2, PYTHONPATH=str(ROOT))
+    done = run_script(script, ranks=2)
     assert sorted(done.stdout.splitlines()) == ["rank 0 is done", "rank 1 is done"]
 
 
