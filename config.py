@@ -145,11 +145,11 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         return config
 
     def sized_for(
-        self: Config, operations: float, vocab_size: int, processes: int, most: float = math.inf
+        self: Config, operations: float, vocab_size: int, processes: int, **most: float
     ) -> Config:
-        """The settings with sizes for so many operations, of `most` tokens, and a recipe."""
+        """The settings with sizes for so many operations, and a recipe. most: choose_sizes'."""
         typed = {name: getattr(self, name) for name in self.typed}
-        chosen = choose_sizes(operations, vocab_size, typed, most)
+        chosen = choose_sizes(operations, vocab_size, typed, **most)
         at_once = processes * max(1, typed.get("batch_size", 0)) * chosen["sequence_length"]
         chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
         # HellaSwag needs a network, and small models only guess
@@ -285,10 +285,16 @@ LADDER = [(2, 128), (2, 192), (2, 256), (3, 320), (4, 384), (5, 448), (6, 512), 
 LADDER += [(12, 768), (16, 896), (24, 1024), (36, 1280), (48, 1600)]
 
 
-def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = math.inf) -> dict:
+def choose_sizes(
+    operations: float,
+    vocab_size: int,
+    typed: dict,
+    most_tokens: float = math.inf,
+    most_updates: float = math.inf,
+) -> dict:
     """The sizes of model and batch with the lowest loss after so many operations of training.
 
-    typed: settings that the user has fixed; the others fit around them. most: tokens.
+    typed: settings that the user has fixed; the others fit around them.
 
     >>> choose_sizes(2.9e13, 1024, {})
     {'n_layer': 2, 'n_embd': 192, 'n_head': 3, 'sequence_length': 128, 'total_batch_size': 2048, \
@@ -305,15 +311,16 @@ def choose_sizes(operations: float, vocab_size: int, typed: dict, most: float = 
     T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
     T = typed.get("sequence_length", T)
     operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
-    if most < operations / operations_per_token:  # then fewer operations will be executed
-        return choose_sizes(most * operations_per_token, vocab_size, typed, most)
     tokens = operations / operations_per_token
+    if tokens > most_tokens:  # then fewer operations will be executed
+        operations = most_tokens * operations_per_token
+        return choose_sizes(operations, vocab_size, typed, most_tokens, most_updates)
     return dict(
         n_layer=n_layer,
         n_embd=C,
         n_head=n_head,
         sequence_length=T,
-        total_batch_size=max(2048, 2 ** round(math.log2(tokens / 19073))),
+        total_batch_size=max(2048, 2 ** round(math.log2(tokens / min(19073, most_updates)))),
         # ten times these take a twentieth of the time
         val_tokens=int(min(10485760, max(2**16, 0.015 * tokens))),
     )

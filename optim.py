@@ -113,7 +113,7 @@ class Muon(torch.optim.Muon):
             for shape in dict.fromkeys(p.shape for p in params):
                 matrices = [p for p in params if p.shape == shape]
                 directions = [self.direction(p, group["momentum"]) for p in matrices]
-                updates = orthogonalize_all(directions, group)
+                updates = orthogonalize_all(torch.stack(directions), group)
                 for p, update in zip(matrices, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     # torch.optim's match_rms_adamw, the only one used here
@@ -131,39 +131,51 @@ class Muon(torch.optim.Muon):
 mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
-def orthogonalize_all(directions: list, options: dict[str, Any]) -> Iterable[torch.Tensor]:
-    """Orthogonalizes matrices of one shape, each on one process of a node; shards them as before.
+def orthogonalize_all(stacked: Any, options: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalizes matrices (n, rows, columns), each on one process of a node; sharded as before.
 
-    Products of sharded matrices would need a collective in each iteration, and round differently;
-    so may those of several matrices at once. Under ddp, the processes exchange only results.
+    Products of sharded matrices would need a collective in each iteration, and round differently.
+    Under ddp, the processes exchange only results.
     """
     if not dist.is_initialized():
-        return [orthogonalize(x, options) for x in directions]
+        return orthogonalize_share(stacked, options)
     # gloo has no all-to-all, so DTensor gathers instead. Its warning would help no user.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
-    stacked = torch.stack(directions)  # (matrices, rows, columns)
     if is_whole := not isinstance(stacked, DTensor):
         stacked = DTensor.from_local(stacked, mesh_of(dist.group.WORLD, stacked.device.type))
     shares = stacked.redistribute(placements=[*stacked.placements[:-1], Shard(0)])
-    for x in shares.to_local():  # none, where there are more processes than matrices
-        x.copy_(orthogonalize(x, options))
+    orthogonalize_share(shares.to_local(), options)
     updates = shares.redistribute(placements=stacked.placements)
     return updates.to_local() if is_whole else updates
 
 
-def orthogonalize(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """A matrix with nearly equal singular values: Muon's Newton-Schulz iteration.
+def orthogonalize_share(stacked: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalizes matrices (n, rows, columns) in place.
 
-    x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular value towards 1.
+    A GPU takes all at once, because launching the products of a small matrix takes longer than
+    computing them. Together they may round differently, so a CPU, where any number of processes
+    promises the same bits, takes one after another.
+    """
+    for part in stacked if stacked.device.type == "cpu" else [stacked]:
+        part.copy_(orthogonalize(part, options))
+    return stacked
+
+
+def orthogonalize(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+    """A matrix, or several (n, rows, columns), with nearly equal singular values.
+
+    Muon's Newton-Schulz iteration: x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular
+    value towards 1.
     """
     a, b, c = options["ns_coefficients"]
-    if is_tall := x.size(0) > x.size(1):
-        x = x.T
-    x = x / x.norm().clamp(min=options["eps"])  # no singular value is above 1
+    multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
+    if is_tall := x.size(-2) > x.size(-1):
+        x = x.mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=options["eps"])  # singular values: <= 1
     for _ in range(options["ns_steps"]):
-        A = x @ x.T
-        x = torch.addmm(x, torch.addmm(A, A, A, beta=b, alpha=c), x, beta=a)
-    return x.T if is_tall else x
+        A = x @ x.mT
+        x = multiply(x, multiply(A, A, A, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tensor:
@@ -173,9 +185,10 @@ def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tens
     0.3% off on a CPU, and off by another amount where processes share it.
     """
     params = [p for p in model.parameters() if p.grad is not None]
-    grads = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in params]
-    rows = [vector_norm(grad, dim=-1) for grad in grads]
-    norm = vector_norm(torch.stack([vector_norm(row) for row in rows]))
+    grads: list[Any] = [p.grad for p in params]
+    grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    rows = [vector_norm(grad, dim=-1) if grad.dim() > 1 else grad for grad in grads]
+    norm = torch.nn.utils.get_total_norm(rows)
     if isinstance(params[0], DTensor):
         copies = world.size / world.shard_group_size
         norm = (world.sum(norm.square()) / copies).sqrt()

@@ -148,19 +148,21 @@ def model_on_meta(config: PlanConfig) -> GPT:
 
 def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     """The settings that --minutes would choose at the planned speed, with no time for start-up."""
-    from support.minutes import AIM, EPOCHS, OPEN, divide_time, most_tokens
+    from support.minutes import AIM, EPOCHS, LAUNCHING, OPEN, divide_time, most_tokens
 
     seconds = 60 * AIM * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    most = most_tokens(config.data_dir)
-    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, most)
+    most = dict(most_tokens=most_tokens(config.data_dir), most_updates=seconds / LAUNCHING)
+    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, **most)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     val = {"val": (config.val_tokens / 3 / rate, config.val_every)} if config.val_every else {}
-    steps, times = divide_time(config, seconds, config.total_batch_size / rate, val)
-    steps = max(1, int(min(steps, most / config.total_batch_size)))
+    update = max(LAUNCHING, config.total_batch_size / rate)
+    steps, times = divide_time(config, seconds, update, val)
+    most_steps = most["most_tokens"] / config.total_batch_size
+    steps = max(1, int(min(steps, most_steps)))
     config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
-    return config.scheduled_for(steps, EPOCHS * steps * config.total_batch_size / most)
+    return config.scheduled_for(steps, EPOCHS * steps / most_steps)
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:

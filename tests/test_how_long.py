@@ -64,6 +64,14 @@ def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
     )
 
 
+def test_where_launching_limits_the_updates_each_has_more_tokens():
+    plain = choose_sizes(1e16, 4096, {})
+    assert choose_sizes(1e16, 4096, {}, most_updates=1e9) == plain
+    few = choose_sizes(1e16, 4096, {}, most_updates=1000)
+    assert few.pop("total_batch_size") > 4 * plain.pop("total_batch_size")
+    assert few == plain
+
+
 def test_the_time_of_the_reproduction_gives_the_124m():
     chosen = choose_sizes(8.5e18, 50257, {})
     assert chosen.items() >= GPT2_SIZES["gpt2"].items()
@@ -90,9 +98,9 @@ def test_printed_flags_can_be_typed_if_a_prompt_begins_with_a_dash():
 
 def test_what_a_short_text_limits_is_chosen_for_it(text):
     long = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1)
-    capped = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1, most=1e7)
+    capped = parse_command_line(["--minutes", "60"]).sized_for(1e18, 512, 1, most_tokens=1e7)
     assert long.total_batch_size > 2048 == capped.total_batch_size
-    sizes = choose_sizes(1e18, 512, {}, most=1e7)
+    sizes = choose_sizes(1e18, 512, {}, most_tokens=1e7)
     tokens = 6 * (12 * sizes["n_layer"] * sizes["n_embd"] ** 2 + 512 * sizes["n_embd"])
     tokens += 12 * sizes["n_layer"] * sizes["n_embd"] * sizes["sequence_length"]
     assert sizes == choose_sizes(1e7 * tokens, 512, {}), "for what will be trained"

@@ -6,6 +6,7 @@ What is tested here shows only in 16 bits, in compiled blocks, or on several pro
 import functools
 import hashlib
 import json
+import math
 import re
 import sys
 from collections import Counter
@@ -315,8 +316,20 @@ def share_muon() -> None:
             found.append([None] * 4)
             with mock.patch.object(optim, "orthogonalize", wraps=optim.orthogonalize) as made:
                 same = all(map(torch.equal, step_muon(sharded), expected))
-                dist.all_gather_object(found[-1], [same, made.call_count])
+                matrices = sum(math.prod(x.shape[:-2]) for (x, _), _ in made.call_args_list)
+                dist.all_gather_object(found[-1], [same, matrices])
         world.say(json.dumps(found))
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 48), (3, 48, 16), (0, 16, 16)], ids=str)
+def test_matrices_that_a_gpu_orthogonalizes_at_once_are_those_of_one_after_another(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    options = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+    one_by_one = [optim.orthogonalize(x, options) for x in matrices]
+    together = optim.orthogonalize(matrices, options)
+    assert together.shape == shape
+    for x, y in zip(together, one_by_one, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 def test_each_process_orthogonalizes_its_share_and_the_weights_are_pytorchs():
