@@ -75,8 +75,8 @@ gpu:
 
 gpu-tests:
 	@. tests/gpu.sh; \
-	step 200 one_process $(PY) -m pytest -vv -p no:cacheprovider -k cuda tests/test_one_process.py; \
-	step 290 cuda $(PY) -m pytest -vv -p no:cacheprovider tests/test_cuda.py; \
+	step 200 one_process $(PY) -m pytest -vv -n 2 -p no:cacheprovider -k cuda tests/test_one_process.py; \
+	step 290 cuda $(PY) -m pytest -vv -n 2 -p no:cacheprovider tests/test_cuda.py; \
 	finish
 
 gpu-run:

@@ -145,11 +145,11 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
         return config
 
     def sized_for(
-        self: Config, operations: float, vocab_size: int, processes: int, **most: float
+        self: Config, operations: float, vocab_size: int, processes: int, **limits: float
     ) -> Config:
-        """The settings with sizes for so many operations, and a recipe. most: choose_sizes'."""
+        """The settings with sizes for so many operations, and a recipe. limits: choose_sizes'."""
         typed = {name: getattr(self, name) for name in self.typed}
-        chosen = choose_sizes(operations, vocab_size, typed, **most)
+        chosen = choose_sizes(operations, vocab_size, typed, **limits)
         at_once = processes * max(1, typed.get("batch_size", 0)) * chosen["sequence_length"]
         chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
         # HellaSwag needs a network, and small models only guess

@@ -112,8 +112,8 @@ class Muon(torch.optim.Muon):
             params = [p for p in group["params"] if p.grad is not None]
             for shape in dict.fromkeys(p.shape for p in params):
                 matrices = [p for p in params if p.shape == shape]
-                directions = [self.direction(p, group["momentum"]) for p in matrices]
-                updates = orthogonalize_all(torch.stack(directions), group)
+                stacked = torch.stack([self.direction(p, group["momentum"]) for p in matrices])
+                updates = orthogonalize_all(stacked, group)
                 for p, update in zip(matrices, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     # torch.optim's match_rms_adamw, the only one used here
@@ -132,10 +132,10 @@ mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
 def orthogonalize_all(stacked: Any, options: dict[str, Any]) -> torch.Tensor:
-    """Orthogonalizes matrices (n, rows, columns), each on one process of a node; sharded as before.
+    """Orthogonalizes matrices (n, rows, columns), each on one process; shards them as before.
 
     Products of sharded matrices would need a collective in each iteration, and round differently.
-    Under ddp, the processes exchange only results.
+    Under ddp, the processes exchange only results; else the processes of a node share the work.
     """
     if not dist.is_initialized():
         return orthogonalize_share(stacked, options)
@@ -152,11 +152,13 @@ def orthogonalize_all(stacked: Any, options: dict[str, Any]) -> torch.Tensor:
 def orthogonalize_share(stacked: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
     """Orthogonalizes matrices (n, rows, columns) in place.
 
-    A GPU takes all at once, because launching the products of a small matrix takes longer than
-    computing them. Together they may round differently, so a CPU, where any number of processes
-    promises the same bits, takes one after another.
+    A GPU takes up to 64M numbers at once, because launching the products of a small matrix takes
+    longer than computing them. Together they may round differently, so a CPU, where any number of
+    processes promises the same bits, takes one after another.
     """
-    for part in stacked if stacked.device.type == "cpu" else [stacked]:
+    on_gpu = stacked.device.type == "cuda"
+    at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
+    for part in stacked.split(at_once) if on_gpu else stacked:
         part.copy_(orthogonalize(part, options))
     return stacked
 
@@ -192,5 +194,6 @@ def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tens
     if isinstance(params[0], DTensor):
         copies = world.size / world.shard_group_size
         norm = (world.sum(norm.square()) / copies).sqrt()
-    torch.nn.utils.clip_grads_with_norm_(params, largest or math.inf, norm)
+    if largest:
+        torch.nn.utils.clip_grads_with_norm_(params, largest, norm)
     return norm

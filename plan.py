@@ -76,6 +76,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     """Each estimate in words, with a note. Raises UsageError with all problems."""
     from support.device import GPUS  # needs torch, and --help should not wait for that
     from support.memory import state_memory
+    from support.minutes import LAUNCHING
 
     problems = out_of_range(config)
     if config.gpu not in GPUS:
@@ -101,6 +102,8 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     if llm_c := LLM_C.get((shape.n_layer, shape.n_embd)):
         per_parameter += f" (llm.c: {1e9 * llm_c / N:.0f}, of {llm_c}B)"
     rate, source = find_rate(config, GPUS[config.gpu], model.flops_per_token(shape.block_size))
+    if config.minutes:  # of a small model
+        rate = min(rate, config.total_batch_size / LAUNCHING)
     seconds = estimate_seconds(config, rate)
     saved = state_memory(model, config, width=4)
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
@@ -153,16 +156,16 @@ def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     seconds = 60 * AIM * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
     vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    most = dict(most_tokens=most_tokens(config.data_dir), most_updates=seconds / LAUNCHING)
-    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, **most)
+    limits = dict(most_tokens=most_tokens(config.data_dir), most_updates=seconds / LAUNCHING)
+    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, **limits)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     val = {"val": (config.val_tokens / 3 / rate, config.val_every)} if config.val_every else {}
     update = max(LAUNCHING, config.total_batch_size / rate)
     steps, times = divide_time(config, seconds, update, val)
-    most_steps = most["most_tokens"] / config.total_batch_size
-    steps = max(1, int(min(steps, most_steps)))
+    steps_of_text = limits["most_tokens"] / config.total_batch_size
+    steps = max(1, int(min(steps, steps_of_text)))
     config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
-    return config.scheduled_for(steps, EPOCHS * steps / most_steps)
+    return config.scheduled_for(steps, EPOCHS * steps / steps_of_text)
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:

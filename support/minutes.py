@@ -33,7 +33,7 @@ AIM = 0.92  # of the time, because the machine may get busier
 EFFICIENCY = {torch.float32: 0.6, torch.bfloat16: 0.25, torch.float16: 0.25}
 EVALUATING = 0.05  # of the time
 START = 20.0  # seconds for imports and compiling
-LAUNCHING = 0.02  # seconds that an update takes on a GPU at least: docs/minutes.md
+LAUNCHING = 0.02  # seconds that an update takes on a GPU at least, as we assume: docs/minutes.md
 LAST = 5.0  # seconds for the last checkpoint, the picture and the report
 EPOCHS = 20  # more of them would only memorize the text: docs/minutes.md
 REHEARSED = 20  # updates, at most
@@ -60,10 +60,10 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
     # in float32, compiled updates are hardly faster, and compiling takes half a minute
     config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
     vocab_size = tokenizer_of_data(config.data_dir).vocab_size
-    most = dict(most_tokens=most_tokens(config.data_dir))
+    limits = dict(most_tokens=most_tokens(config.data_dir))
     if world.device.type == "cuda":
-        most["most_updates"] = seconds / LAUNCHING
-    config = config.sized_for(operations, vocab_size, world.size, **most)
+        limits["most_updates"] = seconds / LAUNCHING
+    config = config.sized_for(operations, vocab_size, world.size, **limits)
     if not config.val_every:
         return config
     longest = max(shard.num_tokens for shard in find_shards(Path(config.data_dir), "val")) - 1

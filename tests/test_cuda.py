@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
+from optim import orthogonalize_share
 from support.compile import compile_blocks
 from support.device import autocast
 from support.distributed import Stop, World, start_world
@@ -107,6 +108,16 @@ def test_float16_and_two_gpus_train_as_float32_on_one_does(shards, tmp_path, fla
     curve = losses(tmp_path / "other")
     assert curve == pytest.approx(losses(tmp_path / "plain"), rel=rel)
     assert curve[-1] < curve[0]
+
+
+@pytest.mark.parametrize("shape", [(3, 128, 384), (5, 256, 64), (1, 64, 64)], ids=str)
+def test_muon_orthogonalizes_many_matrices_at_once_as_a_cpu_does_one_after_another(shape):
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    options = torch.optim.Muon([torch.nn.Parameter(torch.zeros(1, 1))]).param_groups[0]
+    exact = orthogonalize_share(matrices.clone(), options)
+    for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
+        x = orthogonalize_share(matrices.to(GPU, dtype), options).float().cpu()
+        assert (x - exact).norm() < tolerance * exact.norm()
 
 
 def make_update(model: GPT, optimizers: list, loader: DataLoaderLite, world: World) -> torch.Tensor:
