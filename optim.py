@@ -156,9 +156,10 @@ def orthogonalize_share(stacked: torch.Tensor, options: dict[str, Any]) -> torch
     longer than computing them. Together they may round differently, so a CPU, where any number of
     processes promises the same bits, takes one after another.
     """
-    on_gpu = stacked.device.type == "cuda"
-    at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
-    for part in stacked.split(at_once) if on_gpu else stacked:
+    parts: Iterable[torch.Tensor] = stacked
+    if stacked.device.type == "cuda":
+        parts = stacked.split(max(1, 2**26 // math.prod(stacked.shape[1:])))
+    for part in parts:
         part.copy_(orthogonalize(part, options))
     return stacked
 

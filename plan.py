@@ -76,7 +76,6 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     """Each estimate in words, with a note. Raises UsageError with all problems."""
     from support.device import GPUS  # needs torch, and --help should not wait for that
     from support.memory import state_memory
-    from support.minutes import LAUNCHING
 
     problems = out_of_range(config)
     if config.gpu not in GPUS:
@@ -102,8 +101,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     if llm_c := LLM_C.get((shape.n_layer, shape.n_embd)):
         per_parameter += f" (llm.c: {1e9 * llm_c / N:.0f}, of {llm_c}B)"
     rate, source = find_rate(config, GPUS[config.gpu], model.flops_per_token(shape.block_size))
-    if config.minutes:  # of a small model
-        rate = min(rate, config.total_batch_size / LAUNCHING)
+    rate = with_launching(config, rate)
     seconds = estimate_seconds(config, rate)
     saved = state_memory(model, config, width=4)
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
@@ -160,7 +158,7 @@ def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     config = config.sized_for(seconds * per_second, vocab_size, config.gpus, **limits)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     val = {"val": (config.val_tokens / 3 / rate, config.val_every)} if config.val_every else {}
-    update = max(LAUNCHING, config.total_batch_size / rate)
+    update = config.total_batch_size / with_launching(config, rate)
     steps, times = divide_time(config, seconds, update, val)
     steps_of_text = limits["most_tokens"] / config.total_batch_size
     steps = max(1, int(min(steps, steps_of_text)))
@@ -250,6 +248,13 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
         why += "; three quarters of it, because the forward pass runs twice"
     rate = mfu * 1e12 * peak * config.gpus / flops
     return rate, f"MFU {mfu:.1%} of {peak:,.0f} TFLOP/s (NVIDIA {source}): {why}"
+
+
+def with_launching(config: PlanConfig, rate: float) -> float:
+    """Tokens per second, where the small updates that --minutes may choose wait for launches."""
+    from support.minutes import LAUNCHING
+
+    return min(rate, config.total_batch_size / LAUNCHING) if config.minutes else rate
 
 
 def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:

@@ -120,7 +120,8 @@ def torchrun_variables(rank: int, size: int, local_size: int) -> dict[str, str]:
 def environment(**extra) -> dict:
     """The environment without torchrun's variables, and with one thread for each test."""
     inherited = dict(os.environ)
-    path = filter(None, (str(ROOT), inherited.get("PYTHONPATH")))  # as in tests/gpu.sh
+    # the second has what tests/gpu.sh installed
+    path = filter(None, (str(ROOT), inherited.get("PYTHONPATH")))
     inherited["PYTHONPATH"] = os.pathsep.join(path)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         inherited.pop(name, None)

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import EOT, POINTER, HerePool, documents, run_program
+from conftest import EOT, POINTER, HerePool, documents, environment, run_program
 from contract import TOLD, call, contents
 from tqdm import tqdm
 
@@ -78,7 +78,7 @@ def start(*args, method="", first="", env=None) -> subprocess.Popen:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **(env or {})},
+        env=environment(**(env or {})),
     )
 
 

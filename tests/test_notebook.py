@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, environment
 from test_plots import write_run
 
 from model import GPT, GPTConfig
@@ -25,7 +25,7 @@ def execute(directory, monkeypatch, last_cell="", offline="1") -> Any:
 
     last_cell: words of the cell at which it ends, if not the last.
     """
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
     monkeypatch.setenv("HF_HOME", str(directory / "huggingface"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
