@@ -159,7 +159,8 @@ class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
     def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
         """The settings with the recipe for so many updates."""
         typed = {name: getattr(self, name) for name in self.typed}
-        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, typed))
+        per_token = 12 * self.n_layer * self.n_embd**2 * epochs / max_steps / self.total_batch_size
+        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, per_token, typed))
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
@@ -326,10 +327,14 @@ def choose_sizes(
     )
 
 
-def choose_recipe(max_steps: int, epochs: float, n_embd: int, typed: dict) -> dict[str, Any]:
+def choose_recipe(
+    max_steps: int, epochs: float, n_embd: int, per_token: float, typed: dict
+) -> dict[str, Any]:
     """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
 
-    >>> recipe = choose_recipe(1200, 6.0, 256, {})
+    per_token: the blocks' parameters for each token of the text. Fewer memorize less of it.
+
+    >>> recipe = choose_recipe(1200, 6.0, 256, 4.0, {})
     >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
     (0.006, 0.39, 40)
     """
@@ -338,7 +343,8 @@ def choose_recipe(max_steps: int, epochs: float, n_embd: int, typed: dict) -> di
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
     rate = typed.get("learning_rate", rate)
     # the part of a weight that an update takes at this rate; in an epoch, at most a factor of e²
-    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, 2 * epochs / max_steps)
+    most = min(2, 0.6 * per_token) * epochs / max_steps
+    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, most)
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),

@@ -52,10 +52,9 @@ def fit_sizes(config: TrainConfig, world: World) -> TrainConfig:
         return config
     dtype, _ = pick_dtype(world.device, config.dtype, anywhere=world.any)
     peak, _ = peak_flops(world.device, dtype, patience=1)
-    speed = EFFICIENCY[dtype] * world.size * peak
     seconds = AIM * 60 * config.minutes
     seconds -= min(START, seconds / 2)
-    operations = world.broadcast(seconds * speed)
+    operations = world.broadcast(seconds * EFFICIENCY[dtype] * world.size * peak)
     world.say(f"minutes: about {operations:.1e} operations fit {config.minutes:g} minutes here")
     # in float32, compiled updates are hardly faster, and compiling takes half a minute
     config = config.with_chosen({"compile": dtype != torch.float32 or config.minutes >= 10})
@@ -92,11 +91,10 @@ def fit_schedule(
         run = build(config)
         until = time.perf_counter() + REHEARSING * 60 * config.minutes
         update, evaluations = rehearse(run, make_update, until)
-    loader = run.train_loader
-    found: dict[str, Any] = dict(batch_size=loader.B, dtype=dtype_name(run.dtype))
-    epoch = loader.epoch_tokens / config.total_batch_size  # updates
-    num_params = run.model.num_params()
-    del run, loader
+    found: dict[str, Any] = dict(batch_size=run.train_loader.B, dtype=dtype_name(run.dtype))
+    epoch = run.train_loader.epoch_tokens / config.total_batch_size  # updates
+    per_parameter = config.total_batch_size / run.model.num_params()  # tokens of an update
+    del run
     gc.collect()  # its parts refer to each other, and the next run needs their memory
     torch.cuda.empty_cache()
     spent = time.perf_counter() - began
@@ -114,12 +112,10 @@ def fit_schedule(
     config = config.scheduled_for(steps, steps / epoch)
     if config.warmup_steps >= steps:
         raise UsageError(f"--warmup-steps {config.warmup_steps}: only {steps} updates fit the time")
-    every = math.ceil(steps / times)
-    config = config.with_chosen(found | dict.fromkeys(OPEN.values(), every))
-    per_parameter = steps * config.total_batch_size / num_params
+    config = config.with_chosen(found | dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
     world.say(
         f"minutes: {steps:,} updates, {1000 * update:.0f} ms each: "
-        f"{per_parameter:.2g} tokens per parameter, {steps / epoch:.1f} epochs"
+        f"{steps * per_parameter:.2g} tokens per parameter, {steps / epoch:.1f} epochs"
     )
     world.say(f"minutes: the same run again: {as_command(config, world)}")
     return config

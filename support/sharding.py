@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from support.common import UsageError
 from support.device import limit_nccl
 
 if TYPE_CHECKING:
@@ -49,11 +50,16 @@ def fsdp_units(model: GPT) -> list[Any]:
 def shard(model: GPT, world: World, sharding: str) -> None:
     """Moves a model to the device; of a sharded one, only this process's shard of each tensor.
 
-    FSDP2 gathers in float32: in 16 bits, layer norms and residual stream would differ.
+    FSDP2 gathers in float32: in 16 bits, layer norms and residual stream would differ. Raises
+    UsageError if the nodes have different numbers of processes.
     """
     if world.size == 1 or sharding == "ddp":
         model.to(world.device)
         return
+    here = world.local_size
+    if world.any(world.broadcast(here) != here):
+        problem = f"{here} of {world.size} processes are on this node, but not as many on each"
+        raise UsageError(f"--sharding {sharding}: {problem}: start equal numbers, or use ddp")
     copies = world.size // world.shard_group_size
     shape = (copies, world.shard_group_size) if copies > 1 else (world.shard_group_size,)
     names = ("copies", "shards")[-len(shape) :]

@@ -79,14 +79,17 @@ def test_the_time_of_the_reproduction_gives_the_124m():
 
 
 def test_weights_fade_the_faster_the_more_often_a_text_is_read_but_not_within_an_epoch():
-    def fading(epochs, **typed):
-        recipe = choose_recipe(2400, epochs, 256, typed)
+    def fading(epochs, per_token=4.0, **typed):
+        recipe = choose_recipe(2400, epochs, 256, per_token, typed)
         return recipe["learning_rate"] * recipe["weight_decay"]
 
     by_epochs = [fading(epochs) for epochs in (0, 1, 4, 12)]
     assert by_epochs[0] == by_epochs[1] < by_epochs[2] < by_epochs[3], "0.1 at least"
     most = 2 * 60 / 2400
     assert fading(60) == pytest.approx(most, rel=0.01), "a factor of e² in an epoch, at most"
+    assert fading(60, per_token=1.0) == pytest.approx(0.3 * most, rel=0.01), "it memorizes less"
+    german = parse_command_line([]).with_chosen(choose_sizes(1.1e14, 2048, {}))
+    assert german.scheduled_for(9490, epochs=20).weight_decay == 0.63, "as docs/minutes.md says"
     assert fading(12, learning_rate=1e-3) == pytest.approx(by_epochs[3], rel=0.01), "as typed"
     assert 4 * fading(12, optimizer="adamw") == pytest.approx(by_epochs[3], rel=0.03)
 

@@ -213,7 +213,7 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     chosen, updates, rate = asked[-1]
     assert updates == 96 == chosen.max_steps, "110 fit, of which 96 are a multiple of 16"
     assert chosen.weight_decay == 0.4, "as typed"
-    recipe = choose_recipe(96, 1.0, chosen.n_embd, {})
+    recipe = choose_recipe(96, 1.0, chosen.n_embd, 1.0, {})
     assert chosen.learning_rate == rate == recipe["learning_rate"]
     sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
     assert len({tuple(getattr(c, name) for name in sizes) for c, *_ in asked}) == 1

@@ -34,7 +34,7 @@ from config import parse_command_line
 from model import MLP
 from optim import clip_gradients
 from support import divergence, sharding
-from support.common import UserError
+from support.common import UsageError, UserError
 from support.compile import compile_blocks
 from support.distributed import Stop, World, start_world
 from train_gpt2 import train_step
@@ -351,9 +351,14 @@ def share_copies() -> None:
                     p += world.rank // 2
             sharding.shard(model, world, strategy)
             divergence.refuse_other_copies(model, world, again="never")
+            world.local_size = 1 if world.rank == 3 else 3
+            with pytest.raises(UsageError, match=f": {world.local_size} of 4 processes"):
+                sharding.shard(random_model(), world, strategy)
+            sharding.shard(random_model(), world, "ddp")  # shares no weights
+            world.local_size = 4
 
 
-def test_nodes_that_draw_other_weights_share_the_first_ones():
+def test_nodes_that_draw_other_weights_share_the_first_ones_and_none_has_more_processes():
     run_script("tests/test_sharding.py", "copies", ranks=4)
 
 
