@@ -342,7 +342,7 @@ def choose_recipe(
     share = 1 if optimizer == "muon" else 4  # AdamW takes a quarter of the rate
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
     rate = typed.get("learning_rate", rate)
-    # the part of a weight that an update takes at this rate; in an epoch, at most a factor of e²
+    # the part of a weight that an update takes at this rate, within what an epoch may: minutes.md
     most = min(2, 0.6 * per_token) * epochs / max_steps
     fading = min(0.0055 * epochs**1.5 / max_steps**0.5, most)
     return dict(
