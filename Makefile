@@ -32,7 +32,7 @@ quickstart: setup
 test: .venv/requirements-dev
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
-	@.venv/bin/mypy *.py support benchmarks
+	@.venv/bin/mypy .
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -n 2
 
 # Which branches of the scripts the tests take, in all processes. TESTS=tests/test_sample.py: of some.
@@ -126,4 +126,4 @@ wheels:
 	@$(PYTHON) -m pip download -q --no-deps --only-binary=:all: -d .wheels $(CARRIED)
 
 clean:
-	rm -rf .venv .venv-paper .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__
+	rm -rf .venv .venv-paper .pytest_cache .ruff_cache .mypy_cache .hypothesis __pycache__ */__pycache__ support/*/__pycache__

@@ -1,7 +1,6 @@
 """The scoreboard: how fast is a training step here, and how far is that from the hardware's limit?
 
-python bench.py                            the climb: each technique added in turn, as the lecture
-                                           "Let's reproduce GPT-2" does, up to what training uses;
+python bench.py                            the climb: techniques of "Let's reproduce GPT-2" in turn,
                                            then larger micro-batches and more processes
 python bench.py --beside A.json B.json     draws records of other machines, and measures nothing
 python bench.py --against hf --generate    other comparisons, see --help
@@ -10,29 +9,30 @@ python bench.py --against hf --generate    other comparisons, see --help
 import json
 import random
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from benchmarks import peers
-from benchmarks.climb import plot_climbs
+from benchmarks import climb, peers
 from benchmarks.measure import Side, measure
 from benchmarks.tables import CLIMB, COLUMNS, format_table
 from config import GPT2_SIZES
 from hellaswag import iterate_examples
 from model import GPT, GPTConfig
-from support.common import Count, CountOrZero, parse_flags, run_script, usable_cores, write_whole
-from support.compile import why_not_compile
-from support.device import free_memory, peak_flops, pick_device, pick_dtype
-from support.distributed import start_world
-from support.plots import save_picture
-from support.report import describe_run
+from support.base.console import run_script
+from support.base.files import write_whole
+from support.base.flags import Count, CountOrZero, Dtype, parse_flags
+from support.base.process import usable_cores
+from support.machine.compile import why_not_compile
+from support.machine.device import free_memory, peak_flops, pick_device, pick_dtype
+from support.machine.distributed import start_world
+from support.show import plots, report
 
 
-@dataclass
+@dataclass(frozen=True)
 class BenchConfig:
     """Measures hot paths. Without flags, adds one technique after another to a training step."""
 
@@ -42,7 +42,6 @@ class BenchConfig:
     pieces: bool = False  # attention by length, AdamW's implementations, precisions
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
-
     beside: tuple[str, ...] = ()  # records to draw beside the published ones; measures nothing
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
@@ -54,7 +53,7 @@ class BenchConfig:
     examples: Count = 48  # of HellaSwag, drawn at random
 
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto = as in training
+    dtype: Dtype = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
     out: str = ""  # OUT.json, the climb OUT.png; "" = log/bench, or log/bench-generate and so on
 
@@ -68,11 +67,9 @@ class Machine:
         self.on_gpu = self.device.type == "cuda"
         # the first row needs 28 GB with 16 sequences
         is_large = self.on_gpu and free_memory(self.device) > 4e10
-        self.config = replace(
-            config,
-            batch_size=config.batch_size or (16 if is_large else 4 if self.on_gpu else 1),
-            max_batch=config.max_batch or (128 if self.on_gpu else 16),
-        )
+        B = config.batch_size or (16 if is_large else 4 if self.on_gpu else 1)
+        most = config.max_batch or (128 if self.on_gpu else 16)
+        self.config = replace(config, batch_size=B, max_batch=most)
         self.size = GPT2_SIZES.get(config.model, dict(n_layer=2, n_head=2, n_embd=64))  # or tiny
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
         self.compile = config.compile and not why_not_compile(self.device)
@@ -101,14 +98,9 @@ class Machine:
         options |= changes
         with torch.device("meta"):
             flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
-        return Side(
-            name,
-            peers.training,
-            options,
-            amount=processes * options["B"] * options["T"],
-            peak=self.peak * (processes if self.on_gpu else 1) / flops,
-            processes=processes,
-        )
+        amount = processes * options["B"] * options["T"]
+        peak = self.peak * (processes if self.on_gpu else 1) / flops
+        return Side(name, peers.training, options, amount, peak=peak, processes=processes)
 
 
 # -- the comparisons: each yields the rows of its table
@@ -127,10 +119,7 @@ TECHNIQUES = {  # in the lecture's order, then ours: the option that each change
 
 
 def climb_ladder(m: Machine) -> Iterator[dict]:
-    """Each technique on top of those before it, from a plain step to what training does here.
-
-    Larger micro-batches follow, until one fails, then more processes with the largest that fits.
-    """
+    """Each technique on top of those before it, then larger micro-batches, then more processes."""
     rows: list[dict] = []
     for row in m.measure(find_rungs(m, rows), chain=True):
         rows.append(row)
@@ -138,25 +127,21 @@ def climb_ladder(m: Machine) -> Iterator[dict]:
 
 
 def find_rungs(m: Machine, rows: list[dict]) -> Iterator[Side]:
-    """The sides of the ladder. rows: those so far, which say whether a micro-batch fits and gains.
-
-    A technique that training does not use on this machine is left out.
-    """
+    """The ladder's sides. rows: those so far, which say whether a micro-batch fits and gains."""
     used = m.step("").options
     options: dict = dict(TECHNIQUES.values())
     yield m.step("float32, eager", **options)
     for name, (option, plain) in TECHNIQUES.items():
-        if used[option] != plain:
+        if used[option] != plain:  # else training does not use it on this machine
             options[option] = used[option]
             unfelt = m.on_cpu and option == "pad_vocab_to"  # matrix units of GPUs want it
             yield m.step(f"{name} (for GPUs)" if unfelt else name, **options)
     B = m.config.batch_size
     while 2 * B <= m.config.max_batch:
         yield m.step(f"+ micro-batch of {2 * B}", B=2 * B)
-        if "error" in rows[-1]:
-            break
-        B *= 2
-        if rows[-1]["speedup"] <= 1:
+        if "error" not in rows[-1]:
+            B *= 2
+        if rows[-1].get("speedup", 0) <= 1:
             break
     most = usable_cores() if m.on_cpu else torch.accelerator.device_count()
     for n in (2, 4, 8):  # one on each GPU; a CPU is shared
@@ -177,17 +162,14 @@ def compare_peer(m: Machine) -> Iterator[dict]:
 
 
 def compare_attention(m: Machine) -> Iterator[dict]:
-    """Attention fused and written out, by length."""
     for T in (256, 512, 1024, 2048, 4096):
-        compared = []
-        for name, fused in {"written out": False, "fused": True}.items():
-            options: dict = dict(T=T, fused=fused, dtype=m.dtype)
-            compared.append(Side(f"T = {T:,}, {name}", peers.attention, options, T))
-        yield from m.measure(compared)
+        both: dict = dict(T=T, dtype=m.dtype)
+        plain = Side(f"T = {T:,}, written out", peers.attention, dict(both, fused=False), T)
+        fused = Side(f"T = {T:,}, fused", peers.attention, dict(both, fused=True), T)
+        yield from m.measure([plain, fused])
 
 
 def compare_adamw(m: Machine) -> Iterator[dict]:
-    """PyTorch's implementations of AdamW."""
     ways = {"a loop": dict(foreach=False), "foreach": dict(foreach=True), "fused": dict(fused=True)}
     return m.measure(
         Side(name, peers.adamw, dict(size=m.size, way=way), 1, "updates/s")
@@ -208,7 +190,6 @@ def compare_precisions(m: Machine) -> Iterator[dict]:
 
 
 def compare_generation(m: Machine) -> Iterator[dict]:
-    """Generation for 1 and 4 prompts."""
     ways = {"transformers": (True, False), "ours, eager": (False, False)}  # hf, compile
     if m.compile:
         ways["ours, compiled"] = (False, True)
@@ -232,7 +213,6 @@ def compare_scoring(m: Machine) -> Iterator[dict]:
     return m.measure(compared)
 
 
-PIECES = ("attention", "adamw", "precision")  # behind one flag
 BENCHMARKS = {  # flag: what it runs, its title, and the columns of its table
     "ladder": (climb_ladder, "A training step, each technique added to the last", CLIMB),
     "against": (compare_peer, "A training step, beside another program's", COLUMNS),
@@ -249,22 +229,19 @@ def run_benchmarks(config: BenchConfig, args: list[str]) -> dict:
     m = Machine(config)
     command = shlex.join(["python", "bench.py", *args])
     world = start_world(config.device)
-    result = describe_run(m.config, world, m.dtype, m.config.batch_size, command)
+    result = report.describe_run(asdict(m.config), world, m.dtype, m.config.batch_size, command)
     result |= dict(why=m.why, peak=(m.peak, m.peak_source), benchmarks={})
-    flags = {name: "pieces" if name in PIECES else name for name in BENCHMARKS}
-    asked = [name for name, flag in flags.items() if getattr(config, flag, False)]
+    flags = dict.fromkeys(("attention", "adamw", "precision"), "pieces")  # others: their names
+    asked = [name for name in BENCHMARKS if getattr(config, flags.get(name, name), False)]
     for name in asked or ["ladder"]:
         rows: list[dict] = []
         result["benchmarks"][name] = dict(rows=rows)
         compare, *_ = BENCHMARKS[name]
         for row in compare(m):
             rows.append(row)
-            record = json.dumps(result, indent=1)
-            write_whole(Path(f"{config.out}.json"), record.encode())
+            write_whole(Path(f"{config.out}.json"), json.dumps(result, indent=1).encode())
     return result
 
-
-# -- the report
 
 HEAD = """
 {config[model]} on {device[name]}, {device[threads]} threads, revision {git}
@@ -278,26 +255,22 @@ start: seconds from starting a process to the end of its first run, compilation 
 first loss: equal only for models of one kind and micro-batch, which draw the same weights"""
 
 
-def draw_climb(records: Sequence[str], picture: str) -> None:
-    save_picture(plot_climbs(records), Path(picture))
-    print(f"climb: {picture}")
-
-
 def main(args: list[str]) -> None:
     config = parse_flags(BenchConfig, args)
     asked = [flag for flag in (*BENCHMARKS, "pieces") if getattr(config, flag, False)]
-    config.out = config.out or "-".join(["log/bench", *asked])
-    if config.beside:
-        draw_climb(config.beside, f"{config.out}.png")
-        return
-    result = run_benchmarks(config, args)
-    print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
-    for name, benchmark in result["benchmarks"].items():
-        _, title, columns = BENCHMARKS[name]
-        print(f"\n{title}\n{format_table(benchmark['rows'], columns)}")
-    print(f"\nrecord: {config.out}.json")
-    if "ladder" in result["benchmarks"]:
-        draw_climb([f"{config.out}.json"], f"{config.out}.png")
+    config = replace(config, out=config.out or "-".join(["log/bench", *asked]))
+    climbs = config.beside
+    if not climbs:
+        result = run_benchmarks(config, args)
+        print(HEAD.format(**result, tflops=result["peak"][0] / 1e12))
+        for name, benchmark in result["benchmarks"].items():
+            _, title, columns = BENCHMARKS[name]
+            print(f"\n{title}\n{format_table(benchmark['rows'], columns)}")
+        print(f"\nrecord: {config.out}.json")
+        climbs = (f"{config.out}.json",) if "ladder" in result["benchmarks"] else ()
+    if climbs:
+        plots.save_picture(climb.plot_climbs(climbs), Path(f"{config.out}.png"))
+        print(f"climb: {config.out}.png")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,41 @@
-"""The settings of a training run, its presets, and the check before it starts."""
+"""The settings of a training run: their flags, presets and checks, and how they are settled."""
+
+from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import os
 import shlex
-from copy import copy
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, TypeVar
 
 import tyro
 
-from support import common
-from support.common import Amount, Count, CountOrZero, Fraction, Positive, Range, UsageError
+import minutes
+from support.base.errors import UsageError
+from support.base.files import lies_in
+from support.base.flags import (
+    Amount,
+    Count,
+    CountOrZero,
+    Dtype,
+    Fraction,
+    Positive,
+    Range,
+    out_of_range,
+    read_flags,
+)
+from support.base.process import as_typed, command_for
+from support.run.log import METRICS
+from support.text.names import ALWAYS_THERE
+
+if TYPE_CHECKING:
+    from support.machine.distributed import World
+    from support.run.checkpoint import Checkpoint
+    from support.text.token_files import Data
 
 Config = TypeVar("Config", bound="TrainConfig")
 # --help shows the text as it is, not as a shell would need it
@@ -25,7 +47,7 @@ Prompt = Annotated[
 # The settings in six groups, as --help shows them. The comment beside a field is its help text.
 
 
-@dataclass
+@dataclass(frozen=True)
 class Start:
     """What the run starts from, and where things are."""
 
@@ -36,29 +58,31 @@ class Start:
     # none | auto (log_dir's newest whole checkpoint, if any) | a checkpoint | another log_dir
     resume: str = "none"
     overwrite: bool = False  # start over in a log_dir that holds a run, and delete its checkpoints
+    # the settings that were typed: it is no flag, and no file keeps it
+    typed: tyro.conf.Suppress[tyro.conf.Fixed[frozenset[str]]] = field(
+        default=frozenset(), compare=False
+    )
 
 
-@dataclass
+@dataclass(frozen=True)
 class Model:
     """The sizes of a new model (GPT-2 paper, table 2)."""
 
     n_layer: Annotated[int, Range(1, 10_000)] = 12  # blocks
     n_head: Annotated[int, Range(1, 10_000)] = 12  # attention heads in each block
     n_embd: Annotated[int, Range(1, 1_000_000)] = 768  # channels, C
-    # pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it
-    pad_vocab_to: Annotated[int, Range(1, 2**16)] = 128
     sequence_length: Count = 1024  # tokens in a sequence, T; also the context window of a new model
 
 
-@dataclass
-class Batch:
+@dataclass(frozen=True)
+class BatchSize:
     """total_batch_size = batch_size × sequence_length × accumulated micro-batches × processes."""
 
     batch_size: CountOrZero = 0  # sequences per process and micro-batch, B; 0 = what fits, up to 64
     total_batch_size: Count = 524288  # tokens per update (GPT-3 paper, table 2.1: 0.5M)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Recipe:
     """How it is trained (GPT-3 paper, section 2.3 and appendix B)."""
 
@@ -82,9 +106,9 @@ class Recipe:
     grad_clip: Amount = 1.0  # scale the gradient down to this norm; 0 = off
 
 
-@dataclass
+@dataclass(frozen=True)
 class Evaluation:
-    """Every N steps and at the end; validation and HellaSwag also at step 0."""
+    """Every N steps, at step 0 and at the end; checkpoints not at step 0."""
 
     val_every: CountOrZero = 250  # steps between validations; 0 = never
     val_tokens: Count = 10485760  # tokens of the validation split to use
@@ -101,14 +125,14 @@ class Evaluation:
     keep_checkpoints: Count = 2  # newest checkpoints to keep, besides the best by validation loss
 
 
-@dataclass
+@dataclass(frozen=True)
 class Computation:
     """With what, and how, it is computed."""
 
     seed: Annotated[int, Range(0, 2**62)] = 1337  # for weights, data order and samples
     shuffle: bool = True  # in each epoch, reorder the sequences and shift where they start
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
+    dtype: Dtype = "auto"  # of matmuls (autocast)
     # ddp: split the batch; zero1: also optimizer state and, between updates, weights; fsdp: also
     # weights and gradients within an update
     sharding: Literal["ddp", "zero1", "fsdp"] = "ddp"
@@ -121,52 +145,26 @@ class Computation:
     tracker: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # send the log there, too
 
 
-@dataclass
-class TrainConfig(Computation, Evaluation, Recipe, Batch, Model, Start):
+@dataclass(frozen=True)
+class TrainConfig(Computation, Evaluation, Recipe, BatchSize, Model, Start):
     """Trains a GPT-2. Without flags, the recipe is that of the 124M model."""
 
-    def __post_init__(self) -> None:
-        self.typed: set[str] = set()  # settings that the user typed: no flag, and never saved
+    def saved(self) -> dict[str, Any]:
+        """The settings as files keep them: without what was typed at this start."""
+        return {name: value for name, value in asdict(self).items() if name != "typed"}
 
-    def keep_typed_warmup(self, before: dict[str, Any]) -> "TrainConfig":
-        """The settings of a run resumed from those `before`, with a warm-up that was typed then."""
-        usual = usual_warmup(before["preset"], before["max_steps"])
-        if "warmup_steps" in self.typed or before["warmup_steps"] == usual:
-            return self
-        config = self.with_chosen({"warmup_steps": before["warmup_steps"]})
-        if problems := wrong_sizes(config, 1):
-            raise UsageError(*problems)
-        return config
+    def typed_settings(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.typed}
 
     def with_chosen(self: Config, chosen: dict[str, Any]) -> Config:
         """The settings with the `chosen` ones, but for flags that were typed."""
-        config = copy(self)
-        vars(config).update((k, v) for k, v in chosen.items() if k not in self.typed)
-        return config
-
-    def sized_for(
-        self: Config, operations: float, vocab_size: int, processes: int, **limits: float
-    ) -> Config:
-        """The settings with sizes for so many operations, and a recipe. limits: choose_sizes'."""
-        typed = {name: getattr(self, name) for name in self.typed}
-        chosen = choose_sizes(operations, vocab_size, typed, **limits)
-        at_once = processes * max(1, typed.get("batch_size", 0)) * chosen["sequence_length"]
-        chosen["total_batch_size"] = at_once * math.ceil(chosen["total_batch_size"] / at_once)
-        # HellaSwag needs a network, and small models only guess
-        chosen |= dict(hellaswag_every=0, checkpoint_minutes=5.0, batch_size=0)
-        return self.with_chosen(chosen).scheduled_for(self.max_steps, epochs=1)
-
-    def scheduled_for(self: Config, max_steps: int, epochs: float) -> Config:
-        """The settings with the recipe for so many updates."""
-        typed = {name: getattr(self, name) for name in self.typed}
-        per_token = 12 * self.n_layer * self.n_embd**2 * epochs / max_steps / self.total_batch_size
-        return self.with_chosen(choose_recipe(max_steps, epochs, self.n_embd, per_token, typed))
+        return replace(self, **{k: v for k, v in chosen.items() if k not in self.typed})
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
         left_out = ("preset", "minutes", "log_dir", "resume", "overwrite")
         flags = []
-        for name, usual in asdict(TrainConfig()).items():
+        for name, usual in TrainConfig().saved().items():
             value = getattr(self, name)
             # an untyped warm-up follows the length of the run
             if name in left_out or (value == usual and name != "warmup_steps"):
@@ -190,7 +188,7 @@ GPT2_SIZES: dict[str, dict[str, Any]] = {
 # updates of a million tokens, for the largest sizes; the warm-up is 375M tokens
 MILLION: dict = dict(learning_rate=2e-4, total_batch_size=1048576, max_steps=9536, warmup_steps=358)
 
-RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
+CHANGES: dict[str, dict[str, Any]] = {  # what a preset changes
     # learning rates, batch sizes and warm-up: GPT-3 paper, table 2.1 and appendix B
     "gpt2": dict(),
     "gpt2-medium": dict(**GPT2_SIZES["gpt2-medium"], learning_rate=3e-4),
@@ -260,7 +258,7 @@ RECIPES: dict[str, dict[str, Any]] = {  # what a preset changes
         checkpoint_minutes=10,
     ),
 }
-PRESETS = {name: TrainConfig(name, **changes) for name, changes in RECIPES.items()}
+PRESETS = {name: TrainConfig(name, **changes) for name, changes in CHANGES.items()}
 # what --help says of them; the estimates are plan.py's
 NOTES = """
 Presets, their parameters, and times (estimates for eight H100s, if not for CPUs):
@@ -279,82 +277,7 @@ Presets, their parameters, and times (estimates for eight H100s, if not for CPUs
 VOCAB_SIZES = {"quickstart": 1024, "laptop": 4096}  # what a preset is tuned for, if not GPT-2's
 
 
-# -- how long you have: docs/minutes.md derives the rule of --minutes and shows what it rests on
-
-# n_layer and n_embd: GPT-2's sizes, and smaller ones like them, with heads of 64 channels
-LADDER = [(2, 128), (2, 192), (2, 256), (3, 320), (4, 384), (5, 448), (6, 512), (8, 576), (10, 640)]
-LADDER += [(12, 768), (16, 896), (24, 1024), (36, 1280), (48, 1600)]
-
-
-def choose_sizes(
-    operations: float,
-    vocab_size: int,
-    typed: dict,
-    most_tokens: float = math.inf,
-    most_updates: float = math.inf,
-) -> dict:
-    """The sizes of model and batch with the lowest loss after so many operations of training.
-
-    typed: settings that the user has fixed; the others fit around them.
-
-    >>> choose_sizes(2.9e13, 1024, {})
-    {'n_layer': 2, 'n_embd': 192, 'n_head': 3, 'sequence_length': 128, 'total_batch_size': 2048, \
-'val_tokens': 65536}
-    >>> choose_sizes(8.5e18, 50257, {})["total_batch_size"]
-    524288
-    """
-    wanted = math.log(100e6) + 0.375 * math.log(operations / 8.5e18)  # parameters in the blocks
-    shapes = {(typed.get("n_layer", L), typed.get("n_embd", C)) for L, C in LADDER}
-    parameters = {(L, C): 12 * L * C**2 for L, C in shapes}
-    fitting = [shape for shape in shapes if shape[1] % typed.get("n_head", 1) == 0] or shapes
-    n_layer, C = min(fitting, key=lambda shape: abs(math.log(parameters[shape]) - wanted))
-    n_head = max(h for h in range(1, 1 + max(1, C // 64)) if C % h == 0)
-    T = 2 ** round(min(10, max(7, math.log2(128 * (operations / 3e13) ** 0.2))))
-    T = typed.get("sequence_length", T)
-    operations_per_token = 6 * (parameters[n_layer, C] + vocab_size * C) + 12 * n_layer * C * T
-    tokens = operations / operations_per_token
-    if tokens > most_tokens:  # then fewer operations will be executed
-        operations = most_tokens * operations_per_token
-        return choose_sizes(operations, vocab_size, typed, most_tokens, most_updates)
-    return dict(
-        n_layer=n_layer,
-        n_embd=C,
-        n_head=n_head,
-        sequence_length=T,
-        total_batch_size=max(2048, 2 ** round(math.log2(tokens / min(19073, most_updates)))),
-        # ten times these take a twentieth of the time
-        val_tokens=int(min(10485760, max(2**16, 0.015 * tokens))),
-    )
-
-
-def choose_recipe(
-    max_steps: int, epochs: float, n_embd: int, per_token: float, typed: dict
-) -> dict[str, Any]:
-    """The recipe with the lowest loss after so many updates, which read the text `epochs` times.
-
-    per_token: the blocks' parameters for each token of the text. Fewer memorize less of it.
-
-    >>> recipe = choose_recipe(1200, 6.0, 256, 4.0, {})
-    >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
-    (0.006, 0.39, 40)
-    """
-    optimizer = typed.get("optimizer", "muon")
-    share = 1 if optimizer == "muon" else 4  # AdamW takes a quarter of the rate
-    rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
-    rate = typed.get("learning_rate", rate)
-    # the part of a weight that an update takes at this rate, within what an epoch may: minutes.md
-    most = min(2, 0.6 * per_token) * epochs / max_steps
-    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, most)
-    return dict(
-        max_steps=max_steps,
-        warmup_steps=min(max_steps // 30, 100),
-        learning_rate=float(f"{rate:.2g}"),
-        weight_decay=round(max(0.1, fading / rate / share), 2),
-        optimizer=optimizer,
-        embedding_lr=4.0 if optimizer == "muon" else 1.0,
-        decay="linear",
-        min_lr_frac=0.0,
-    )
+# -- the command line
 
 
 def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any:
@@ -363,17 +286,18 @@ def parse_command_line(args: list[str], config_class: type = TrainConfig) -> Any
     parser.add_argument("--preset", default="gpt2", choices=PRESETS)
     preset = PRESETS[parser.parse_known_args(args)[0].preset]
     about = f"{config_class.__doc__}\n{NOTES}"
-    config = common.read_flags(config_class, args, config_class(**asdict(preset)), about)
+    values = read_flags(config_class, args, vars(config_class()) | vars(preset), about)
     flags = [arg[2:].partition("=")[0] for arg in args if arg.startswith("--")]
-    config.typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
-    if config.minutes and "max_steps" in config.typed:
+    typed = {flag.replace("-", "_").removeprefix("no_") for flag in flags}
+    if "warmup_steps" not in typed:
+        values["warmup_steps"] = usual_warmup(preset.preset, values["max_steps"])
+    config = config_class(**(values | dict(typed=frozenset(typed))))
+    if config.minutes and "max_steps" in typed:
         raise UsageError("--minutes and --max-steps each set the length of the run: choose one")
     if config.minutes and config.init_from != "scratch":
         raise UsageError("--minutes chooses a new model, --init-from brings its own: choose one")
     if config.minutes and config.preset not in ("gpt2", *VOCAB_SIZES):
         raise UsageError(f"--minutes and --preset {config.preset} each choose sizes: choose one")
-    if "warmup_steps" not in config.typed:
-        config.warmup_steps = usual_warmup(config.preset, config.max_steps)
     return config
 
 
@@ -392,22 +316,34 @@ def refuse_other_sizes(source: str, model_config: Any, config: TrainConfig) -> N
         )
 
 
-def check(config: TrainConfig, world_size: int) -> list[str]:
-    """All problems of a configuration, a sentence each, before anything is allocated."""
-    if problems := common.out_of_range(config):  # the other checks divide by these values
+def check(config: TrainConfig, processes: int) -> list[str]:
+    """All problems of a configuration, a sentence each, before anything is allocated.
+
+    Where --minutes is still to choose sizes, they are checked after that.
+    """
+    if problems := out_of_range(config):  # the other checks divide by these values
         return problems
-    if config.minutes and (problems := wrong_places(config)):  # no sizes are chosen without data
-        return problems
-    return wrong_places(config) + wrong_sizes(config, world_size) + without_effect(config)
+    if minutes.is_open(config):
+        return wrong_places(config)
+    return wrong_places(config) + check_chosen(config, processes)
+
+
+def check_chosen(config: TrainConfig, processes: int) -> list[str]:
+    """The problems of sizes, and flags without effect."""
+    return wrong_sizes(config, processes) + without_effect(config)
+
+
+# settings that have an effect only with a value of another one
+NEEDS = {"embedding_lr": ("optimizer", "muon"), "decay_frac": ("decay", "wsd")}
 
 
 def without_effect(c: TrainConfig) -> list[str]:
     """Flags that would not do what the user believes that they do."""
     problems = []
-    if "embedding_lr" in c.typed and c.optimizer != "muon":
-        problems.append(f"--embedding-lr has no effect with --optimizer {c.optimizer}")
-    if "decay_frac" in c.typed and c.decay != "wsd":
-        problems.append(f"--decay-frac has no effect with --decay {c.decay}")
+    for name, (other, value) in NEEDS.items():
+        if name in c.typed and getattr(c, other) != value:
+            flag = name.replace("_", "-")
+            problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
     if c.save_best and not c.val_every:
         problems.append("--save-best has no effect with --val-every 0")
     is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()
@@ -422,27 +358,27 @@ def wrong_places(c: TrainConfig) -> list[str]:
     """Directories and packages that are missing, or in the way."""
     problems = []
     log_dir = Path(c.log_dir).resolve()
-    resumes = c.resume == "auto" or (c.resume != "none" and common.lies_in(c.resume, log_dir))
+    resumes = c.resume == "auto" or (c.resume != "none" and lies_in(c.resume, log_dir))
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
-    if os.path.exists(log_dir / "metrics.jsonl") and not keeps:
+    if os.path.exists(log_dir / METRICS) and not keeps:
         choice = "replace it with --overwrite, or choose another --log-dir"
         if any(log_dir.glob("ckpt_*")):
             choice = f"resume it with --resume auto, {choice}"
         problems.append(f"log_dir {c.log_dir!r} holds a run: {choice}")
     if not os.path.isdir(c.data_dir):
         name = Path(c.data_dir).name
-        source = f" --source {name}" if name in ("tinyshakespeare", "stdlib", "python") else ""
+        source = f" --source {name}" if name in ALWAYS_THERE else ""
         if not source and c.data_dir != TrainConfig.data_dir:
             source = " --source YOUR_TEXT"
         size = "auto" if c.minutes and source else VOCAB_SIZES.get(c.preset, "")
-        command = f"{common.command_for('fineweb.py')}{source}"
+        command = f"{command_for('fineweb.py')}{source}"
         command += f" --vocab-size {size}" if size else ""
         command += f" --data-dir {shlex.quote(c.data_dir)}"
         problems.append(f"data_dir {c.data_dir!r} does not exist: make it with {command}")
     if c.tracker != "none" and importlib.util.find_spec(c.tracker) is None:
-        install = f"{common.as_typed('pip')} install {c.tracker}"
+        install = f"{as_typed('pip')} install {c.tracker}"
         problems.append(f"tracker {c.tracker} is missing: {install}")
     return problems
 
@@ -487,3 +423,80 @@ def nearby(n: int, divisor: int) -> str:
     """The multiples of divisor next to n: '6 or 12'."""
     below = n // divisor * divisor
     return " or ".join(str(multiple) for multiple in (below, below + divisor) if multiple)
+
+
+# -- a start
+
+
+class Settled(NamedTuple):
+    """What a start of training begins with. Only the rehearsal of --minutes changes it later."""
+
+    config: TrainConfig
+    world: World
+    data: Data
+    resumed_from: Checkpoint | None  # None for a new run
+
+
+@contextmanager
+def settle(args: list[str]) -> Iterator[Settled]:
+    """Settles the settings of a start. Inside, a run that writes has log_dir for itself.
+
+    First comes what is typed and what a resumed run keeps, because a device is prepared by it: one
+    process reads that and tells the others over gloo, before any has touched CUDA. Then, on their
+    devices, whose speed decides them, the sizes of --minutes; last the warm-up. Raises UserError.
+
+    What needs torch is imported here, because --help should not wait for it.
+    """
+    from support.machine.device import prepare_device
+    from support.machine.distributed import meet, start_world
+    from support.run.log import alone_in
+    from support.run.resume import find_checkpoint
+    from support.text.token_files import open_data
+
+    config = parse_command_line(args)
+    with meet() as world:
+        launches = world.launches()
+        with world.fail_together():
+            config = as_resumed(config, launches, world.size) if world.is_main else config
+        config = world.broadcast(config)
+    prepare_device(config.device, config.deterministic)
+    with start_world(config.device) as world:
+        if problems := check(config, world.size):
+            raise UsageError(*problems)
+        trains = [] if config.eval_only else ["train"]
+        data = open_data(config.data_dir, *trains, *(["val"] if config.val_every else []))
+        if minutes.is_open(config):
+            config = minutes.fit_sizes(config, world, data)
+            if problems := check_chosen(config, world.size):
+                raise UsageError(*problems)
+        if config.eval_only:
+            yield Settled(config, world, data, None)
+            return
+        patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
+        with nullcontext() if config.find_nan else alone_in(config.log_dir, world, patience):
+            resumed_from = find_checkpoint(config, world)
+            if resumed_from:
+                config = keep_warmup(config, resumed_from.state["config"], world.size)
+            yield Settled(config, world, data, resumed_from)
+
+
+def as_resumed(config: TrainConfig, launches: list[str], processes: int) -> TrainConfig:
+    """The settings with those that a resumed run has kept in its log.
+
+    If torchrun has restarted the processes, they resume what they had begun. launches: World's.
+    """
+    from support.run import resume
+
+    if resume.has_begun(config.log_dir, launches):
+        config = replace(config, resume="auto", overwrite=False)
+    return config.with_chosen(resume.kept_settings(config, processes))
+
+
+def keep_warmup(config: TrainConfig, before: dict[str, Any], processes: int) -> TrainConfig:
+    """Keeps a resumed run's warm-up, if it was typed or chosen: a default follows max_steps."""
+    if before["warmup_steps"] == usual_warmup(before["preset"], before["max_steps"]):
+        return config
+    config = config.with_chosen({"warmup_steps": before["warmup_steps"]})
+    if problems := wrong_sizes(config, processes):
+        raise UsageError(*problems)
+    return config

@@ -14,12 +14,14 @@ from tqdm import tqdm
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite
-from support.common import UserError, say
-from support.device import autocast, evaluation_mode
-from support.distributed import Stop, World
-from support.generation import complete
-from support.plots import published_band
-from support.published import is_recipe
+from support.base.console import say
+from support.base.errors import UserError
+from support.machine.device import autocast, evaluation_mode
+from support.machine.distributed import Stop, World
+from support.show.plots import published_band
+from support.show.published import is_reproduction
+from support.text.token_files import Data
+from support.weights.generation import complete
 
 # Nats per token above the highest published run that are no luck, before this update and from it on
 EARLY, LATE, LATE_FROM = 0.25, 0.1, 2000
@@ -70,7 +72,7 @@ class Evaluations:
             values["bits_per_byte"] = bits_per_byte
             values["nats_per_character"] = nats_per_character
             figures["bits/byte"] = f"{bits_per_byte:.4f}"
-        if is_recipe(vars(self.config), loader.vocab_size) and not self.config.eval_only:
+        if is_reproduction(vars(self.config), loader.vocab_size) and not self.config.eval_only:
             figures["published runs:"] = describe_place(step, loss)
         return {**values, "figures": figures}
 
@@ -103,15 +105,21 @@ class Evaluations:
 
 
 def build_evaluations(
-    config: TrainConfig, model: GPT, world: World, stop: Stop, dtype: torch.dtype, B: int
+    config: TrainConfig,
+    model: GPT,
+    world: World,
+    stop: Stop,
+    dtype: torch.dtype,
+    B: int,
+    data: Data,
 ) -> Evaluations:
     val_loader = None
     if config.val_every:
-        val_loader = DataLoaderLite(config.data_dir, "val", B, config.sequence_length)
+        val_loader = DataLoaderLite(data, "val", B, config.sequence_length)
         if config.val_tokens > val_loader.epoch_tokens:
             world.say("val: the split is smaller than val_tokens, so all of it is used")
     examples = None
-    if config.hellaswag_every:
+    if config.hellaswag_every and not config.find_nan:
         path = config.hellaswag_path
         try:
             loaded = hellaswag.load_examples(path, config.hellaswag_limit, world)
@@ -124,7 +132,7 @@ def build_evaluations(
 
 
 def describe_place(step: int, val_loss: float) -> str:
-    """Where a run of the recipe stands among the published ones, and what to check if it lags."""
+    """Where a reproduction stands among the published ones, and what to check if it lags."""
     steps, lows, highs = published_band("val")
     low, high = np.interp(step, steps, lows), np.interp(step, steps, highs)
     behind = val_loss - high

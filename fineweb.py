@@ -12,7 +12,6 @@ same shards, byte for byte. Memory stays flat: under 1 GB for this process.
 """
 
 import glob
-import hashlib
 import json
 import math
 import re
@@ -22,35 +21,29 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
-from itertools import chain
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from support import sources
-from support.common import (
-    Count,
-    CountOrZero,
-    Range,
-    UsageError,
-    UserError,
-    hash_file,
-    locked,
-    parse_flags,
-    reading,
-    usable_cores,
-    write_whole,
-)
-from support.decontaminate import Benchmark, cut_out
-from support.sources import FIRST_ANSWER, File, Place, Text
-from support.token_files import PUT_BACK, Shard, find_shards, write_shard
-from support.tokenizer import FILE, Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
-from support.workers import map_ahead, run_and_exit, start_pool
+from minutes import choose_vocab_size
+from support.base.errors import UsageError, UserError
+from support.base.files import locked
+from support.base.flags import Count, CountOrZero, Range, parse_flags
+from support.base.process import usable_cores
+from support.text import sources
+from support.text.decontaminate import Benchmark, cut_out
+from support.text.manifest import begin_folder, open_manifest, verify_shards, write_manifest
+from support.text.names import MANIFEST, TOKENIZER_FILE
+from support.text.ready import fetch_shards
+from support.text.sources import File, Place, Text
+from support.text.token_files import Shard, write_shard
+from support.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
+from support.text.workers import map_ahead, run_and_exit, start_pool
 
 
-@dataclass
+@dataclass(frozen=True)
 class Source:
     """Which text."""
 
@@ -67,7 +60,7 @@ class Source:
     hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
 
 
-@dataclass
+@dataclass(frozen=True)
 class Vocabulary:
     """With either flag, 5% of a text without its own split are held out before it is tokenized."""
 
@@ -77,7 +70,7 @@ class Vocabulary:
     tokenizer: str = ""  # use that of a checkpoint or a tokenizer.json; gpt2: GPT-2's
 
 
-@dataclass
+@dataclass(frozen=True)
 class Shards:
     """Where the tokens go."""
 
@@ -93,23 +86,18 @@ class Shards:
     verify: bool = False  # only check all shards in data_dir against the manifest
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config(Shards, Vocabulary, Source):
     """Turns text into token shards. After an interruption, the same command resumes."""
 
 
 # -- what the workers do
 
-COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what the manifest counts
 
-
-def tokenize(texts: list[Text], is_held_out: bool = False) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS.
-
-    Of text that is held out, nothing is cut out.
-    """
-    tokenizer, benchmark = of_worker
-    benchmark = None if is_held_out else benchmark
+def tokenize(
+    texts: list[Text], tokenizer: Tokenizer, benchmark: Benchmark | None
+) -> tuple[np.ndarray, dict[str, int]]:
+    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS."""
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
     counts: Counter = Counter()
@@ -123,12 +111,17 @@ def tokenize(texts: list[Text], is_held_out: bool = False) -> tuple[np.ndarray, 
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe"), counts  # all below 2**16
 
 
-of_worker: tuple[Tokenizer, Benchmark | None]  # the latter is what --decontaminate looks for
+in_worker: dict[str, Any] = {}  # what a worker process is given once, when it starts
 
 
-def prepare_worker(*prepared: Any) -> None:
-    global of_worker
-    of_worker = prepared
+def prepare_worker(tokenizer: Tokenizer, benchmark: Benchmark | None) -> None:
+    in_worker.update(tokenizer=tokenizer, benchmark=benchmark)
+
+
+def tokenize_in_worker(texts: list[Text], is_held_out: bool) -> tuple[np.ndarray, dict[str, int]]:
+    """`tokenize`. Of text that is held out, nothing is cut out."""
+    benchmark = None if is_held_out else in_worker["benchmark"]
+    return tokenize(texts, in_worker["tokenizer"], benchmark)
 
 
 # -- the stream, and how it is packed into shards
@@ -157,11 +150,10 @@ def stream_tokens(batches: Iterable, limit: int, counts: Counter, bar: Any, eot:
 def hold_out(
     stream: Stream, size: int, val_tokens: int, num_files: int, eot: int
 ) -> tuple[int, Stream]:
-    """The number of tokens for validation, the first ones, and the stream with all of its tokens.
+    """How many of the first tokens are for validation, and the stream with all of its tokens.
 
-    If the first `num_files` are held out, it is what they have. Else it is `val_tokens`, by default
-    a shard of `size` tokens, or 5% of a text that does not fill two. If the next document starts
-    nearby, the tokens up to its start are added.
+    They are those of the first `num_files`, if any. Otherwise they are `val_tokens`, by default a
+    shard of `size` tokens, or 5% of a text that does not fill two.
     """
     head: deque = deque()
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
@@ -183,18 +175,24 @@ def hold_out(
         wanted = size if total >= 2 * size else max(1, total // 20)
     if wanted >= total:
         raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
+    # or more, up to where the next document starts, if that is nearby
     near = (start for start in starts if wanted <= start <= min(2 * wanted, size, total // 2))
-    # each batch leaves `head` as it is packed: a list would hold all of them to the end
-    return next(near, wanted), chain((head.popleft() for _ in range(len(head))), stream)
+    return next(near, wanted), replay(head, stream)
+
+
+def replay(head: deque, stream: Stream) -> Stream:
+    """What was read of a stream, then its rest. No batch stays in memory when it is packed."""
+    while head:
+        yield head.popleft()
+    yield from stream
 
 
 def pack(stream: Stream, size: int, first: int, done: int = 0) -> Iterator[Packed]:
     """Cuts the stream into shards of `size` tokens, but `first` tokens in the first one.
 
-    Documents lie end to end, and a shard may end inside one, because training reads one long
-    stream. A shard comes as slices of the batches, to be written one after another: nothing is
-    copied. With it comes where the next one begins: what is before the batch, and its `done` tokens
-    that are packed. To resume there, give a stream that starts with this batch, and `done`.
+    A shard may end inside a document, because training reads one long stream. It comes as slices
+    of the batches: nothing is copied. To resume behind it, give a stream that starts with its last
+    batch, and as `done` how many tokens of that are packed.
     """
     slices: list[np.ndarray] = []
     missing = first  # tokens, until the shard is full
@@ -212,96 +210,16 @@ def pack(stream: Stream, size: int, first: int, done: int = 0) -> Iterator[Packe
         yield slices, before, len(tokens)
 
 
-# -- the manifest: how the shards were made, what is in them, where to resume
-
-MANIFEST = "manifest.json"
-
-
-def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
-    """Returns the manifest of a folder, or a new one. Refuses a folder that does not match."""
-    first = {
-        "options": options,
-        "sources": {},
-        "files": {},
-        "shards": [],
-        "tokens": 0,
-        "counts": dict.fromkeys(COUNTS, 0),
-        "cursor": {"file": 0, "text": 0, "token": 0},
-    }
-    if not (folder / MANIFEST).exists():
-        if others := sorted([*folder.glob("*.npy"), *folder.glob("*.bin")]):
-            raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
-        return first
-    try:
-        manifest = read_manifest(folder)
-    except UserError:
-        if overwrite:
-            return first
-        raise
-    then = NEWER | manifest["options"]
-    changes = [
-        f"--{key.replace('_', '-')} was {then[key]}, not {value}"
-        for key, value in (NEWER | options).items()
-        if then[key] != value
-    ]
-    names = [shard["name"] for shard in manifest["shards"]]
-    changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
-    all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]
-    named = [*options.get("val_source", ()), *options["source"]]
-    changes += sources.find_changes(named, manifest["files"], all_read)
-    if changes and not overwrite:
-        raise UserError(
-            f"{folder} does not match: {'; '.join(changes[:9])} ({len(changes)} in all); "
-            "choose another --data-dir, or rebuild it with --overwrite"
-        )
-    return first if overwrite and (changes or not manifest["cursor"]) else manifest
-
-
-def read_manifest(folder: Path) -> dict:
-    """Raises UserError if the manifest is missing, or is not what `write_manifest` has written."""
-    path = folder / MANIFEST
-    with reading(path):
-        manifest = json.loads(path.read_bytes())
-        if manifest.pop("checksum") != checksum(manifest):
-            raise UserError(f"{path} is damaged: {PUT_BACK}")
-    return manifest
-
-
-def write_manifest(folder: Path, manifest: dict) -> None:
-    text = json.dumps(manifest | {"checksum": checksum(manifest)}, indent=1) + "\n"
-    write_whole(folder / MANIFEST, text.encode())
-
-
-def checksum(manifest: dict) -> str:
-    """The SHA-256. Without it, a damaged cursor would silently lose text."""
-    return hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
-
-
-def verify_shards(folder: Path) -> str:
-    """Compares each shard with its SHA-256 in the manifest. Raises UserError if they differ."""
-    recorded = {shard["name"]: shard["sha256"] for shard in read_manifest(folder)["shards"]}
-    tokenizer_of_data(folder)
-    present = {name: hash_file(folder / name) for name in recorded if (folder / name).exists()}
-    if damaged := ", ".join(name for name in recorded if present.get(name) != recorded[name]):
-        raise UserError(f"{folder}: missing or damaged: {damaged}; {PUT_BACK}")
-    find_shards(folder, "train")  # raises UserError if they are not all
-    return f"{folder}: all {len(recorded)} shards are as they were written"
-
-
 # -- one start of the command
 
-READY = re.compile(r"(.*[/_])?(train|val)(_\d+)?\.bin")  # the files that tokens:OWNER/NAME takes
-
 OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not change the shards
-# not in older manifests, nor in those of GPT-2's tokens
-NEWER: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
 
 
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
     flags = json.loads(json.dumps(asdict(config)))  # with lists, as in the manifest
-    options = {k: v for k, v in flags.items() if k not in OTHER_FLAGS and NEWER.get(k) != v}
+    options = {name: value for name, value in flags.items() if name not in OTHER_FLAGS}
     if given:
         options["tokenizer"] = given.sha256
     new = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -327,7 +245,7 @@ def make_shards(config: Config, folder: Path) -> str:
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)
-    first = Shard(folder / manifest["shards"][0]["name"])
+    first = Shard(folder / manifest["shards"][0]["name"])  # the split for validation
     num_bytes = sum(tokenizer.sizes[tokens].sum() for tokens in first.read_all())
     size = num_bytes / first.num_tokens
     return (
@@ -362,68 +280,6 @@ def shard_text(
     return tokenizer, where
 
 
-def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, str]:
-    """Downloads ready shards of GPT-2's tokens: a dataset of llm.c's .bin files on the hub.
-
-    It ends with the first one behind max_tokens. A shard that is in the manifest has been checked.
-    """
-    from huggingface_hub import HfApi, hf_hub_download
-
-    tokenizer = read_tokenizer("gpt2")
-    options = manifest["options"]
-    repository = source.removeprefix("tokens:")
-    with reading(source):
-        commit = manifest["sources"].get(source) or options["revision"] or None
-        info = HfApi().dataset_info(
-            repository, revision=commit, timeout=FIRST_ANSWER, files_metadata=True
-        )
-    files = {file.rfilename: file for file in info.siblings or []}
-    splits = {name: match[2] for name in files if (match := READY.fullmatch(name))}
-    if {*splits.values()} != {"train", "val"}:
-        raise UserError(f"{source}: it has no files like *_train_000001.bin and *_val_000000.bin")
-    manifest["sources"][source] = info.sha
-    shards = manifest["shards"]
-    if shards or not (folder / MANIFEST).exists():
-        write_manifest(folder, manifest)  # the folder's files belong to it, also after a kill
-    most = options["max_tokens"] or math.inf
-    ordered = sorted(splits, key=lambda name: (splits[name] == "train", name))
-    for name in ordered[len(shards) :]:
-        if len(shards) > 1 and manifest["tokens"] >= most:
-            break
-        with reading(f"{source}, {name}"):
-            hf_hub_download(
-                repository, name, repo_type="dataset", revision=info.sha, local_dir=folder
-            )
-        lfs = files[name].lfs
-        announced = lfs.sha256 if lfs else None
-        num_tokens, documents, sha256 = check_ready(folder / name, tokenizer.eot, announced)
-        if not shards:
-            begin_folder(folder, manifest, tokenizer, name)
-        shards.append({"name": name, "split": splits[name], "tokens": num_tokens, "sha256": sha256})
-        manifest["tokens"] += num_tokens
-        manifest["counts"]["documents"] += documents
-        write_manifest(folder, manifest)
-    return tokenizer, "the dataset's own"
-
-
-def check_ready(path: Path, eot: int, announced: str | None) -> tuple[int, int, str]:
-    """Its tokens, documents and SHA-256. Raises UserError if it is damaged, or not GPT-2's tokens.
-
-    eot: the token before each document, GPT-2's last. announced: the SHA-256 on the hub, if any.
-    """
-    sha256 = hash_file(path)
-    if announced not in (sha256, None):
-        path.unlink()
-        raise UserError(f"{path} was damaged on its way: start again")
-    shard = Shard(path)
-    documents = 0
-    for tokens in shard.read_all():
-        if not shard.offset or tokens.max() > eot:
-            raise UserError(f"{path} has no GPT-2 tokens in llm.c's format: name another dataset")
-        documents += int((tokens == eot).sum())
-    return shard.num_tokens, documents, sha256
-
-
 def train_tokenizer(
     size: int | Literal["auto"], files: list[File], most: float, benchmark: Benchmark | None
 ) -> Tokenizer:
@@ -435,16 +291,6 @@ def train_tokenizer(
         fewer = f"{tokenizer.vocab_size:,} tokens, not {size:,}"
         print(f"vocabulary: {fewer}: the text has no more pairs that recur", file=sys.stderr)
     return tokenizer
-
-
-def choose_vocab_size(num_bytes: float) -> int:
-    """How many tokens a vocabulary for a text of so many bytes gets: docs/minutes.md.
-
-    >>> [choose_vocab_size(megabytes * 10**6) for megabytes in (1, 10, 100)]
-    [1024, 4096, 16384]
-    """
-    wanted = 10 + 0.6 * math.log2(max(1, num_bytes) / 1e6)
-    return 2 ** round(min(14, max(9, wanted)))
 
 
 def write_shards(
@@ -460,7 +306,7 @@ def write_shards(
 
     begin = manifest["cursor"]
     held_out = sum(bool(file.held_out) for file in files)
-    for name in (f"{glob.escape(config.name)}_*.npy", MANIFEST, FILE):
+    for name in (f"{glob.escape(config.name)}_*.npy", MANIFEST, TOKENIZER_FILE):
         for path in folder.glob(f".{name}.*.tmp"):
             path.unlink()  # a killed process left it
     # the first begin["token"] tokens of the stream are written already
@@ -479,7 +325,7 @@ def write_shards(
         # each of these steps is lazy: it works when the next one asks
         texts = sources.read_batches(files, begin["file"], begin["text"])
         work = ((place, (batch, place.file < held_out)) for place, batch in texts)
-        batches = map_ahead(pool, tokenize, work, ahead=2 * config.workers + 1)
+        batches = map_ahead(pool, tokenize_in_worker, work, ahead=2 * config.workers + 1)
         stream = stream_tokens(batches, limit, counts, bar, tokenizer.eot)
         size = config.shard_size
         if not manifest["shards"]:
@@ -494,31 +340,15 @@ def write_shards(
     manifest["counts"] = dict(counts)
 
 
-def begin_folder(folder: Path, manifest: dict, tokenizer: Tokenizer, first: str) -> None:
-    """Writes the manifest and its vocabulary; with --overwrite, removes old shards, but `first`."""
-    if (folder / MANIFEST).exists():  # --overwrite
-        with suppress(UserError):  # of a damaged one, nobody knows the shards
-            names = {shard["name"] for shard in read_manifest(folder)["shards"]}
-            for old in names - {first}:
-                (folder / old).unlink(missing_ok=True)
-    write_manifest(folder, manifest)
-    (folder / FILE).unlink(missing_ok=True)
-    if "tokenizer" in manifest:
-        write_whole(folder / FILE, tokenizer.json.encode())
-
-
 def save_shard(
     folder: Path, manifest: dict, files: list[File], tokenizer: Tokenizer, shard: Packed
 ) -> None:
-    """Writes a shard, then the manifest, so that there is always a place to resume from.
-
-    The vocabulary comes with the first shard; a run that is killed before that trains it again.
-    """
+    """Writes a shard, then the manifest, so that there is always a place to resume from."""
     slices, (place, counts), done = shard
     index = len(manifest["shards"])
     split = "train" if index else "val"
     name = f"{manifest['options']['name']}_{split}_{index:06d}.npy"
-    if index == 0:
+    if index == 0:  # a run that is killed before trains its vocabulary again
         begin_folder(folder, manifest, tokenizer, name)
     count = sum(map(len, slices))
     sha256 = write_shard(folder / name, slices)
@@ -544,28 +374,27 @@ def load_benchmark(path: str) -> Benchmark:
 
 def check_flags(config: Config) -> None:
     """Raises UsageError for flags that do not fit each other."""
-    other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
-    if config.source[0].startswith("tokens:"):
+    source = config.source[0]
+    if source.startswith("tokens:"):
         fitting = ("source", "max_tokens", "revision", *OTHER_FLAGS)
         given = (f.name for f in fields(config) if getattr(config, f.name) != f.default)
         if other := [name for name in given if name not in fitting] or config.source[1:]:
-            raise UsageError(
-                f"--source {config.source[0]} has tokens already: leave out {', '.join(other)}"
-            )
+            raise UsageError(f"--source {source} has tokens already: leave out {', '.join(other)}")
     if "/" in config.name:
         where = "--data-dir names the directory"
         raise UsageError(f"--name {config.name}: the names of shards begin with it; {where}")
+    other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
     if "python" in config.source and other_rule:
         raise UsageError(
             "--source python contains stdlib, and holds out whole packages: "
             "leave out stdlib, --val-tokens and --decontaminate"
         )
-    too_small = isinstance(config.vocab_size, int) and 0 < config.vocab_size <= 256
-    if too_small or (config.vocab_size and config.tokenizer):
+    if config.vocab_size in range(1, 257) or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
     own_split = {"python", "tinyshakespeare"} & {*config.source}
     if config.val_source and own_split:
-        raise UsageError(f"--val-source: {' and '.join(own_split)} has text for validation already")
+        names = " and ".join(sorted(own_split))
+        raise UsageError(f"--val-source: {names} has text for validation already")
     splits_text = config.vocab_size or config.tokenizer or config.val_source or own_split
     if config.val_tokens and splits_text:
         raise UsageError(
@@ -586,9 +415,9 @@ def name_after(source: str) -> str:
 def main(args: list[str]) -> None:
     config = parse_flags(Config, args)
     check_flags(config)
-    config.name = config.name or name_after(config.source[0])
-    config.workers = config.workers or usable_cores()
-    default = "edu_fineweb10B" if config.source == Config.source else f"data/{config.name}"
+    name = config.name or name_after(config.source[0])
+    default = "edu_fineweb10B" if config.source == Config.source else f"data/{name}"
+    config = replace(config, name=name, workers=config.workers or usable_cores())
     folder = Path(config.data_dir or default)
     print(verify_shards(folder) if config.verify else make_shards(config, folder))
 

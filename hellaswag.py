@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,20 +23,21 @@ from torch import Tensor
 from tqdm import tqdm
 
 from model import GPT
-from support.common import (
-    CountOrZero,
-    UserError,
-    download,
-    parse_flags,
-    reading,
-    run_script,
-    write_whole,
+from support.base.console import run_script
+from support.base.errors import UserError, reading
+from support.base.files import download, write_whole
+from support.base.flags import CountOrZero, Dtype, parse_flags
+from support.machine.device import (
+    autocast,
+    dtype_name,
+    evaluation_mode,
+    keep_freed_memory,
+    pick_dtype,
 )
-from support.device import autocast, dtype_name, evaluation_mode, keep_freed_memory, pick_dtype
-from support.distributed import Stop, World, start_world, under_torchrun
-from support.generation import pad
-from support.hf import check_vocabulary
-from support.tokenizer import Tokenizer, gpt2
+from support.machine.distributed import Stop, World, start_world, under_torchrun
+from support.text.tokenizer import Tokenizer, gpt2
+from support.weights.generation import pad
+from support.weights.hf import check_vocabulary
 
 URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 BLOB_ID = "0f5ee25d72216f12317d5d8a7b92deafa423d81e"  # git's hash of this file
@@ -84,10 +85,7 @@ def parse_example(line: bytes) -> Example:
 
 
 def load_examples(path: str, limit: int, world: World) -> list[Example]:
-    """So many examples, evenly spread over the file (0: all): the official one is sorted by source.
-
-    The main process reads, but all return or fail.
-    """
+    """`limit` examples, evenly spread over the file, which is sorted by source; 0: all of them."""
     with world.fail_together():
         examples = list(iterate_examples(path)) if world.is_main else []
     count = min(limit or len(examples), len(examples))
@@ -103,10 +101,9 @@ def encode_example(example: Example, tokenizer: Tokenizer) -> tuple[list[int], l
 def render_example(
     example: Example, tokenizer: Tokenizer | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """An example as build-nanogpt lays it out: tokens (4, N), mask (4, N), label.
+    """An example as build-nanogpt lays it out, with GPT-2's tokenizer by default.
 
-    Row i is the context and ending i, padded with zeros at the right; the mask is 1 on the ending.
-    tokenizer: by default GPT-2's.
+    tokens (4, N): context and ending, padded with zeros; mask (4, N): 1 on the ending; label.
     """
     context, endings = encode_example(example, tokenizer or gpt2())
     tokens = [context + ending for ending in endings]
@@ -117,9 +114,8 @@ def render_example(
 # -- rows: contexts and endings, packed
 
 PARTS = 5  # of one context: itself and its four endings
-# columns (B, T, 3), each a token, pos and part, with the same B and T in all batches; and targets
-# (P, 4), each a row, column, token and slot; int64
-Batch = tuple[Tensor, Tensor]
+# columns (B, T, 3), of token, pos and part; targets (P, 4), of row, column, token and slot; int64
+PackedBatch = tuple[Tensor, Tensor]
 
 
 @dataclass
@@ -127,8 +123,7 @@ class Row:
     """One row of a batch: contexts, each with some of its endings behind it, side by side.
 
     Each ending behaves as if it came right after the context, because its positions continue the
-    context's and the mask hides the other endings. The context `a b c` with the endings `d e` and
-    `f g h`:
+    context's and the mask hides the other endings. `a b c` with the endings `d e` and `f g h`:
 
         tokens   a b c d f g
         pos      0 1 2 3 3 4
@@ -140,13 +135,11 @@ class Row:
         g sees   a b c   f g      and predicts h
 
     The last token of an ending predicts nothing, so the row does not contain it. The next context
-    follows in the same row. Its positions begin at 0, its parts at another multiple of 5, so that
-    its tokens see none of the first example.
+    in the row has positions from 0 and parts from another multiple of 5: it sees none of the first.
     """
 
     columns: list[tuple]  # of (token, pos, part)
-    # for each token of an ending: the column that predicts it, the token, and its slot, the number
-    # of its ending, counted over the endings of all examples
+    # (predicting column, token, slot) for each token of an ending; slots number all endings
     targets: list[tuple]
 
     def __len__(self) -> int:
@@ -172,24 +165,25 @@ def lay_out(context: list, endings: list, first_slot: int, width: int) -> list[R
 
 
 def join(rows: list[Row], width: int) -> list[Row]:
-    """Puts rows behind one another, into fewer rows of at most `width` tokens.
-
-    Each row, the longest first, goes to the fullest row that still has room for it. (This is best
-    fit decreasing, from bin packing. It leaves 1% of HellaSwag's rows empty.)
-    """
-    joined = [Row([], []) for _ in rows]
-    with_room: list[list[Row]] = [[] for _ in range(width)]  # by the columns that are still free
-    with_room.append(joined[::-1])
+    """Puts rows behind one another, into rows of at most `width` tokens, by best fit decreasing."""
+    joined: list[Row] = []
+    by_room: list[list[Row]] = [[] for _ in range(width + 1)]  # by the columns that are still free
     for row in sorted(rows, key=len, reverse=True):
-        host = next(filter(None, with_room[len(row) :])).pop()
+        for hosts in by_room[len(row) :]:  # the fullest that have room
+            if hosts:
+                host = hosts.pop()
+                break
+        else:
+            host = Row([], [])
+            joined.append(host)
         start = len(host)
         host.targets += [(start + column, *target) for column, *target in row.targets]
         host.columns += row.columns
-        with_room[width - len(host)].append(host)
-    return [row for row in joined if len(row)]
+        by_room[width - len(host)].append(host)
+    return joined
 
 
-def make_batches(rows: list[Row], width: int, budget: int) -> Iterator[Batch]:
+def make_batches(rows: list[Row], width: int, budget: int) -> Iterator[PackedBatch]:
     """Yields batches of B rows of similar length: about `budget` tokens, or one row."""
     rows = sorted(rows, key=len, reverse=True)
     count = math.ceil(len(rows) / max(1, budget // len(rows[0])))
@@ -213,18 +207,17 @@ GPU_TOKENS = 16384
 class Prepared:
     """N examples, tokenized and laid out for a model."""
 
-    batches: list[Batch]
+    batches: list[PackedBatch]
     lengths: np.ndarray  # (N, 4): the tokens of the endings
     labels: np.ndarray  # (N,): the right endings
     truncated: int  # how many examples had to be cut
 
 
 def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device | str) -> Prepared:
-    """Examples as batches for one model, on the CPU: once, for any number of evaluations.
+    """Examples as batches on the CPU, all of one shape, so that blocks are compiled only once.
 
-    All batches have one shape, so blocks are compiled only once. Where the longest ending does not
-    fit, the context loses its oldest tokens, and an ending that is too long by itself its last.
-    Raises UserError for examples without labels, and for a model with another vocabulary.
+    Where the longest ending does not fit, the context loses its oldest tokens, and an ending that
+    is too long by itself its last. Raises UserError without labels or for another vocabulary.
     """
     if isinstance(examples, Prepared):
         return examples
@@ -240,10 +233,9 @@ def prepare(examples: list[Example] | Prepared, model: GPT, device: torch.device
         context, endings = encode_example(example, model.tokenizer)
         room = window + 1 - max(map(len, endings))  # for the context
         truncated += len(context) > room
-        context = context[-max(1, room) :]
         endings = [ending[:window] for ending in endings]
         lengths.append(list(map(len, endings)))
-        rows += lay_out(context, endings, 4 * n, width)
+        rows += lay_out(context[-max(1, room) :], endings, 4 * n, width)
     width = max(width, *map(len, rows))
     budget = CPU_TOKENS if torch.device(device).type == "cpu" else GPU_TOKENS
     batches = list(make_batches(join(rows, width), width, budget))
@@ -280,10 +272,9 @@ def score(
     dtype: torch.dtype = torch.float32,
     stop: Stop | None = None,
 ) -> np.ndarray:
-    """-> (N, 4) float64: the summed loss of each ending, in nats.
+    """The summed loss of each ending in nats, (N, 4) float64: the same on all processes of world.
 
-    world: the processes that share the work; each gets the same result. dtype: of autocast. stop:
-    its vote() is called after each batch.
+    dtype: of autocast. stop: its vote() is called after each batch.
     """
     device = torch.device(device)
     world = world or World(device)
@@ -313,9 +304,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """How often a GPT finds the right ending. The options are those of `score`.
 
-    Returns acc (smallest summed loss) and acc_norm (smallest mean loss per token of the ending),
-    acc_stderr, …, num_correct, …, total and num_truncated (contexts cut at the left). Raises
-    UserError if a loss is not finite.
+    Returns acc, acc_norm, acc_stderr, …, num_correct, …, total and num_truncated (contexts cut at
+    the left). Raises UserError if a loss is not finite.
     """
     prepared = prepare(examples, model, device)
     losses = score(model, prepared, device, **options)
@@ -339,7 +329,7 @@ acc_norm {acc_norm:.4f} ± {acc_norm_stderr:.4f}  {num_correct_norm}/{total}  (m
 {total} examples, {num_truncated} of them cut to fit the model, in {seconds:.1f} s, {dtype}"""
 
 
-@dataclass
+@dataclass(frozen=True)
 class HellaSwagConfig:
     """Scores a GPT-2 on HellaSwag. Under torchrun, the processes share the examples."""
 
@@ -347,7 +337,7 @@ class HellaSwagConfig:
     limit: CountOrZero = 0  # N examples, spread over the file; 0 = all 10,042
     path: str = ""  # HellaSwag's jsonl file; empty = download it
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of matmuls (autocast)
+    dtype: Dtype = "auto"  # of matmuls (autocast)
     json: str = ""  # write the result to this file
 
 

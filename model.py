@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,12 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from optim import OPTIMIZERS
-from support import generation, hf
-from support.common import UserError, say_once
-from support.fingerprint import Fingerprint, take_fingerprint
-from support.token_files import Shard, find_shards, open_ahead
-from support.tokenizer import VOCAB_SIZE, Tokenizer, gpt2, tokenizer_of_data
+from support.base.console import say_once
+from support.base.errors import UserError
+from support.text.token_files import Data, OpenFile, Shard, open_data
+from support.text.tokenizer import VOCAB_SIZE, Tokenizer, gpt2
+from support.weights import generation, hf
+from support.weights.fingerprint import Fingerprint, take_fingerprint
 
 Cache = tuple[Tensor, Tensor, Tensor]  # keys and values (B, nh, S, hs), and columns (T,) of S
 
@@ -53,7 +54,8 @@ class GPTConfig:
     @classmethod
     def same_math_from(cls, settings: Any) -> dict[str, Any]:
         """Of these, the fields that do not change what the model computes."""
-        return {f.name: getattr(settings, f.name) for f in fields(cls) if f.metadata == SAME_MATH}
+        same = [f.name for f in fields(cls) if f.metadata == SAME_MATH]
+        return {name: getattr(settings, name, getattr(cls, name)) for name in same}
 
     @property
     def padded_vocab_size(self) -> int:
@@ -183,12 +185,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def keep_in_range(dtype: torch.dtype, rows: int, x: Tensor) -> Tensor | int:
-    """A power of two by which to multiply x (N, C), so that dlogitsᵀ x over `rows` rows is finite.
-
-    float16 ends at 65504. dlogits are between -1 and 1, but thousands of rows may sum to more.
-    GradScaler cannot prevent that: it scales the loss, which comes after this sum.
-    """
-    if dtype != torch.float16:
+    """A power of two for x (N, C), so that dlogitsᵀ x over `rows` rows is finite."""
+    if dtype != torch.float16:  # which ends at 65504: thousands of dlogits may sum to more
         return 1
     room = torch.finfo(dtype).max / (rows * x.abs().amax().float())
     return room.log2().floor().clamp(max=0).exp2()
@@ -218,6 +216,7 @@ class GPT(nn.Module):
                 )
             )
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.one_token_step: Any = generation.step_of_one_token  # compile_step compiles it
         self.allocate(torch.get_default_device())
         self.init_weights()
 
@@ -327,7 +326,7 @@ class GPT(nn.Module):
         gpt3 = dict(weight_decay=0.1, learning_rate=6e-4, betas=(0.9, 0.95), eps=1e-8)
         return OPTIMIZERS[name](self, **(gpt3 | options))
 
-    # -- generation and files: thin ends of support/generation.py and support/hf.py
+    # -- generation and files: thin ends of support/weights/generation.py and support/weights/hf.py
 
     def generate(self, idx: Tensor, max_new_tokens: int, **sampling: Any) -> Tensor:
         """idx (B, T) -> (B, T + n): prompts and what follows them, as generation.generate says."""
@@ -382,6 +381,22 @@ class GPT(nn.Module):
 # -- data
 
 
+class Order(NamedTuple):
+    """The order of an epoch's shards; the sequences with which they begin, and their number."""
+
+    epoch: int
+    shards: np.ndarray
+    firsts: np.ndarray
+
+
+class Cut(NamedTuple):
+    """An epoch's shard: the tokens at which its sequences begin, in their order; its file, open."""
+
+    at: tuple[int, int]  # the epoch, and the number of the shard
+    starts: np.ndarray
+    file: OpenFile
+
+
 @dataclass(eq=False)
 class DataLoaderLite:
     """Batches from the token shards of one split: an endless stream of sequences of T+1 tokens.
@@ -395,7 +410,7 @@ class DataLoaderLite:
     pin: batches in pinned memory. Raises UserError for missing, damaged or too small shards.
     """
 
-    data_dir: str | Path
+    data: Data | str | Path  # a directory, or what open_data found there
     split: str
     B: int
     T: int
@@ -406,21 +421,25 @@ class DataLoaderLite:
     pin: bool = False
 
     def __post_init__(self) -> None:
-        self.shards = find_shards(Path(self.data_dir), self.split)
-        self.vocab_size = tokenizer_of_data(self.data_dir).vocab_size
-        self.num_tokens = sum(shard.num_tokens for shard in self.shards)
+        data = self.data if isinstance(self.data, Data) else open_data(self.data, self.split)
+        self.shards = data.shards[self.split]
+        self.num_tokens = data.num_tokens(self.split)
+        self.vocab_size = data.tokenizer.vocab_size
         self.num_sequences = sum(map(self.sequences_in, self.shards))  # of an epoch
         self.epoch_tokens = self.num_sequences * self.T
         if not self.num_sequences:
             raise UserError(
-                f"no shard of the {self.split} split in {self.data_dir} is as long as one sequence "
+                f"no shard of the {self.split} split in {data.folder} is as long as one sequence "
                 f"of {self.T} + 1 tokens; all have {self.num_tokens}: shorten --sequence-length"
             )
-        self.shard_order = lru_cache(maxsize=1)(self.order_shards)  # of the epoch in progress
-        self.starts = lru_cache(maxsize=1)(self.cut_shard)  # of the shard in use
-        self.opened = lru_cache(maxsize=1)(open_ahead)  # the same one's file
+        self.order = self.order_shards(0)
+        self.cut: Cut | None = None
         self.reader = ThreadPoolExecutor(1, "DataLoaderLite")
         self.reset()
+
+    def close(self) -> None:
+        """Ends the thread that reads ahead."""
+        self.reader.shutdown(cancel_futures=True)
 
     def reset(self) -> None:
         self.seek(0)
@@ -458,11 +477,17 @@ class DataLoaderLite:
     def sequence(self, k: int) -> np.ndarray:
         """The T+1 tokens of sequence k of the stream, uint16."""
         epoch, k = divmod(k, self.num_sequences)
-        order, firsts = self.shard_order(epoch)
-        i = np.searchsorted(firsts, k, side="right") - 1  # the shard's place in this epoch
-        shard = self.shards[order[i]]
-        start = int(self.starts(epoch, int(order[i]))[k - firsts[i]])
-        tokens = shard.read(start, self.T + 1, self.opened)
+        order = self.order
+        if order.epoch != epoch:
+            order = self.order = self.order_shards(epoch)
+        i = np.searchsorted(order.firsts, k, side="right") - 1  # the shard's place in this epoch
+        index = int(order.shards[i])
+        cut = self.cut
+        if cut is None or cut.at != (epoch, index):
+            cut = self.cut = self.cut_shard(epoch, index)
+        shard = self.shards[index]
+        start = int(cut.starts[k - order.firsts[i]])
+        tokens = shard.read(start, self.T + 1, cut.file)
         if tokens.max() >= self.vocab_size:
             raise UserError(
                 f"{shard.path}: token {tokens.max()}, one of the {self.T + 1} from {start} on, is "
@@ -478,22 +503,22 @@ class DataLoaderLite:
             return max(1, shard.num_tokens // self.T - 1)
         return n
 
-    def order_shards(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """The order of an epoch's shards, and the sequence with which each one begins."""
+    def order_shards(self, epoch: int) -> Order:
         order = np.arange(len(self.shards))
         if self.shuffle:
             order = np.argsort(random_bits(len(order), self.seed, epoch), kind="stable")
-        return order, np.cumsum([0, *(self.sequences_in(self.shards[i]) for i in order)])
+        counts = [self.sequences_in(self.shards[i]) for i in order]
+        return Order(epoch, order, np.cumsum([0, *counts]))
 
-    def cut_shard(self, epoch: int, index: int) -> np.ndarray:
-        """The tokens at which a shard's sequences begin, in the order of this epoch."""
+    def cut_shard(self, epoch: int, index: int) -> Cut:
         shard = self.shards[index]
         n = self.sequences_in(shard)
-        if not self.shuffle:
-            return self.T * np.arange(n)
-        bits = random_bits(n + 1, self.seed, epoch, index + 1)
-        offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
-        return offset + self.T * np.argsort(bits[1:], kind="stable")
+        starts = self.T * np.arange(n)
+        if self.shuffle:
+            bits = random_bits(n + 1, self.seed, epoch, index + 1)
+            offset = int(bits[0]) % min(self.T, shard.num_tokens - n * self.T)
+            starts = offset + self.T * np.argsort(bits[1:], kind="stable")
+        return Cut((epoch, index), starts, shard.open_ahead())
 
 
 def random_bits(n: int, *seed: int) -> np.ndarray:

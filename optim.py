@@ -22,7 +22,7 @@ from torch.optim import AdamW, Optimizer
 
 if TYPE_CHECKING:
     from model import GPT
-    from support.distributed import World
+    from support.machine.distributed import World
 
 
 def adamw(

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import minutes
 from config import (
     GPT2_SIZES,
     PRESETS,
@@ -25,34 +26,26 @@ from config import (
     refuse_other_sizes,
     wrong_sizes,
 )
-from support.common import (
-    Amount,
-    Count,
-    CountOrZero,
-    Fraction,
-    UsageError,
-    duration,
-    out_of_range,
-    run_script,
-)
-from support.log import HELLASWAG
-from support.tokenizer import tokenizer_of_data
+from support.base.console import duration, run_script
+from support.base.errors import UsageError
+from support.base.flags import Amount, Count, CountOrZero, Fraction, out_of_range
+from support.run.log import HELLASWAG
+from support.text.token_files import open_data
+from support.text.tokenizer import tokenizer_of_data
 
 if TYPE_CHECKING:
     from model import GPT
 
 # Billions of tokens that llm.c's scripts/run_gpt2_*.sh train GPT-2 on, by n_layer and n_embd.
 LLM_C = {(12, 768): 10, (24, 1024): 31.5, (36, 1280): 150, (48, 1600): 32}
-# Dollars per GPU-hour: an assumption of ours, roughly what on-demand clouds listed in 2025
-RENT = {"H100": 2.5}
-
+RENT = {"H100": 2.5}  # dollars per GPU-hour: our assumption, roughly what clouds listed in 2025
 PUBLISHED_MFU = (0.41, 0.29)  # docs/reproduction.md has their sources
 HELLASWAG_TOKENS = 2_000_000  # of all its examples
 SAMPLING = 1.2e-3  # seconds of a layer for a token, eager: an assumption
 PICTURE = 1.5  # seconds for which all GPUs wait
 
 
-@dataclass
+@dataclass(frozen=True)
 class Estimate:
     """What is estimated, and for which GPUs."""
 
@@ -67,15 +60,15 @@ class Estimate:
     table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
 
 
-@dataclass
+@dataclass(frozen=True)
 class PlanConfig(Estimate, TrainConfig):
     """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
 
 
 def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     """Each estimate in words, with a note. Raises UsageError with all problems."""
-    from support.device import GPUS  # needs torch, and --help should not wait for that
-    from support.memory import state_memory
+    from support.machine.device import GPUS  # needs torch, and --help should not wait for that
+    from support.machine.memory import state_memory
 
     problems = out_of_range(config)
     if config.gpu not in GPUS:
@@ -101,8 +94,8 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     if llm_c := LLM_C.get((shape.n_layer, shape.n_embd)):
         per_parameter += f" (llm.c: {1e9 * llm_c / N:.0f}, of {llm_c}B)"
     rate, source = find_rate(config, GPUS[config.gpu], model.flops_per_token(shape.block_size))
-    rate = with_launching(config, rate)
-    seconds = estimate_seconds(config, rate)
+    if config.minutes:  # its small updates may wait for launches
+        rate = min(rate, config.total_batch_size / minutes.LAUNCHING)
     saved = state_memory(model, config, width=4)
     gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
     kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
@@ -114,7 +107,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         "tokens per parameter": (per_parameter, ""),
         **plan_memory(config, model, GPUS[config.gpu][1]),
         "speed": (f"{rate:,.0f} tokens/s", source),
-        **plan_cost(config, seconds, find_range(config, rate)),
+        **plan_cost(config, estimate_seconds(config, rate), find_range(config, rate)),
         "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
         "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
     }
@@ -128,10 +121,9 @@ def model_on_meta(config: PlanConfig) -> GPT:
     import torch
 
     from model import GPT, GPTConfig
-    from support.hf import load_weights, read_fields
+    from support.weights.hf import load_weights, read_fields
 
-    vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    flags = GPTConfig.fields_from(config, vocab_size)
+    flags = GPTConfig.fields_from(config, find_vocab_size(config))
     files: dict = {}
     if config.init_from in GPT2_SIZES:
         files = {"block_size": 1024, **GPT2_SIZES[config.init_from]}
@@ -149,32 +141,36 @@ def model_on_meta(config: PlanConfig) -> GPT:
 
 def choose_for_minutes(config: PlanConfig, gpu: tuple) -> PlanConfig:
     """The settings that --minutes would choose at the planned speed, with no time for start-up."""
-    from support.minutes import AIM, EPOCHS, LAUNCHING, OPEN, divide_time, most_tokens
-
-    seconds = 60 * AIM * config.minutes
+    seconds = 60 * minutes.TIME_TO_USE * config.minutes
     per_second, _ = find_rate(config, gpu, flops=1)
-    vocab_size = config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
-    limits = dict(most_tokens=most_tokens(config.data_dir), most_updates=seconds / LAUNCHING)
-    config = config.sized_for(seconds * per_second, vocab_size, config.gpus, **limits)
+    text = open_data(config.data_dir, "train") if Path(config.data_dir).is_dir() else None
+    most_tokens = minutes.MOST_EPOCHS * text.num_tokens("train") if text else math.inf
+    limits = dict(most_tokens=most_tokens, most_updates=seconds / minutes.LAUNCHING)
+    vocab_size = find_vocab_size(config)
+    config = minutes.with_sizes(config, seconds * per_second, vocab_size, config.gpus, **limits)
     rate, _ = find_rate(config, gpu, model_on_meta(config).flops_per_token(config.sequence_length))
     val = {"val": (config.val_tokens / 3 / rate, config.val_every)} if config.val_every else {}
-    update = config.total_batch_size / with_launching(config, rate)
-    steps, times = divide_time(config, seconds, update, val)
-    steps_of_text = limits["most_tokens"] / config.total_batch_size
+    update = max(config.total_batch_size / rate, minutes.LAUNCHING)
+    steps, times = minutes.divide_time(config, seconds, update, val)
+    steps_of_text = most_tokens / config.total_batch_size
     steps = max(1, int(min(steps, steps_of_text)))
-    config = config.with_chosen(dict.fromkeys(OPEN.values(), math.ceil(steps / times)))
-    return config.scheduled_for(steps, EPOCHS * steps / steps_of_text)
+    epochs = minutes.MOST_EPOCHS * steps / steps_of_text
+    every = dict.fromkeys(minutes.TIMED_FLAGS.values(), math.ceil(steps / times))
+    return minutes.with_recipe(config, steps, epochs, **every)
+
+
+def find_vocab_size(config: PlanConfig) -> int:
+    return config.vocab_size or tokenizer_of_data(config.data_dir).vocab_size
 
 
 def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tuple[str, str]]:
     """The micro-batch, and the memory that it needs on a GPU of this many gigabytes, in words."""
-    from support.memory import estimate_memory, largest_batch, room_on_gpu
+    from support.machine.memory import estimate_memory, largest_batch, room_on_gpu
 
     width = 4 if config.dtype == "float32" else 2
     shards = min(config.gpus, 8)  # of one node: see World
     estimate = partial(estimate_memory, model, config, width=width, device="cuda", processes=shards)
     room = room_on_gpu(1e9 * gigabytes, estimate(1)["weights"], config.sharding)
-
     sequences = config.total_batch_size // config.sequence_length // config.gpus
     B = config.batch_size or largest_batch(sequences, lambda B: sum(estimate(B).values()) <= room)
     sizes = estimate(B)
@@ -198,15 +194,13 @@ def estimate_seconds(config: PlanConfig, rate: float) -> float:
         return 1 + math.ceil(config.max_steps / every) if every else 0
 
     tokens = float(config.max_steps * config.total_batch_size)
-    # a token without a backward pass takes a third
-    tokens += how_many(config.val_every) * config.val_tokens / 3
+    tokens += how_many(config.val_every) * config.val_tokens / 3  # without backward pass: a third
     # batches of a few rows are as slow as if they were trained on
     share = (config.hellaswag_limit or HELLASWAG) / HELLASWAG
     tokens += how_many(config.hellaswag_every) * share * HELLASWAG_TOKENS
     seconds = tokens / rate
     seconds += how_many(config.sample_every) * config.sample_tokens * config.n_layer * SAMPLING
-    pictures = min(seconds / 120, how_many(config.val_every))  # at validations
-    return seconds + pictures * PICTURE
+    return seconds + PICTURE * min(seconds / 120, how_many(config.val_every))  # at validations
 
 
 def find_range(config: PlanConfig, rate: float) -> str:
@@ -227,8 +221,7 @@ def plan_cost(config: PlanConfig, seconds: float, spread: str) -> dict[str, tupl
         whose = "" if config.price else "our assumption, "
         note = f"at ${price:.2f} per GPU-hour, {whose}see --price"
         cost = (f"{under}${price * config.gpus * seconds / 3600:,.2f}", note)
-    time = (f"{under}{duration(seconds)}", f"with evaluations{spread}")
-    return {"time": time, "cost": cost}
+    return {"time": (f"{under}{duration(seconds)}", f"with evaluations{spread}"), "cost": cost}
 
 
 def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
@@ -250,13 +243,6 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     return rate, f"MFU {mfu:.1%} of {peak:,.0f} TFLOP/s (NVIDIA {source}): {why}"
 
 
-def with_launching(config: PlanConfig, rate: float) -> float:
-    """Tokens per second, where the small updates that --minutes may choose wait for launches."""
-    from support.minutes import LAUNCHING
-
-    return min(rate, config.total_batch_size / LAUNCHING) if config.minutes else rate
-
-
 def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
     """The best MFU of training in a record of bench.py, its source, and its dtype."""
     try:
@@ -269,9 +255,8 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
     except Exception as e:
         raise UsageError(f"--record {path} is no record of bench.py's steps: {e}") from e
     if not re.fullmatch(gpu, name):
-        raise UsageError(
-            f"--record {path} is of {name!r}, --gpu means {gpu!r}: make them agree, or give --mfu"
-        )
+        advice = f"--gpu means {gpu!r}: make them agree, or give --mfu"
+        raise UsageError(f"--record {path} is of {name!r}, {advice}")
     return best["MFU"], why, dtype
 
 

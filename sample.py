@@ -10,34 +10,27 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 
 from model import GPT
-from support.checkpoint import newest_checkpoint
-from support.common import (
-    Amount,
-    CountOrZero,
-    Range,
-    UsageError,
-    UserError,
-    parse_flags,
-    reading,
-    run_script,
-)
-from support.compile import why_not_compile
-from support.device import pick_device, pick_dtype
-from support.generation import compile_step, stream_texts
-from support.hf import check_vocabulary
-from support.log import read_metrics, starts_of
-from support.tokenizer import replace_surrogates
+from support.base.console import run_script
+from support.base.errors import UsageError, UserError, reading
+from support.base.flags import Amount, CountOrZero, Dtype, Range, parse_flags
+from support.machine.compile import why_not_compile
+from support.machine.device import pick_device, pick_dtype
+from support.run.checkpoint import newest_checkpoint
+from support.run.log import METRICS, read_metrics, starts_of
+from support.text.tokenizer import replace_surrogates
+from support.weights.generation import compile_step, stream_texts
+from support.weights.hf import check_vocabulary
 
 PROMPT = "Hello, I'm a language model,"
 ROWS = 64  # samples in a batch
 
 
-@dataclass
+@dataclass(frozen=True)
 class SampleConfig:
     """Continues a prompt. A single sample is printed token by token, several batch by batch."""
 
@@ -57,7 +50,7 @@ class SampleConfig:
     json: bool = False  # print one JSON object per sample: {"prompt": …, "text": …}
     compile: bool = False  # takes half a minute, then makes each token faster
     device: str = "auto"  # auto | cuda | mps | cpu
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # of the weights
+    dtype: Dtype = "auto"  # of the weights
 
 
 def read_prompts(prompt: str) -> list[str]:
@@ -95,7 +88,7 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
 
 def own_prompt(model: str) -> str:
     """What the run continued whose checkpoint this is; of other models, the trainer's default."""
-    starts = starts_of(read_metrics(Path(model).parent / "metrics.jsonl", updates=False))
+    starts = starts_of(read_metrics(Path(model).parent / METRICS, updates=False))
     return starts[-1]["config"].get("sample_prompt", PROMPT) if starts else PROMPT
 
 
@@ -103,12 +96,11 @@ def fill_in(config: SampleConfig) -> SampleConfig:
     """The settings with what was left open: without a prompt, as the run had its own samples."""
     is_bare = config.prompt is None and not config.interactive
     model = config.model
-    if not model:
-        newest = newest_checkpoint() if config.prompt is None else None
-        model = str(newest or "gpt2")
+    if not model and config.prompt is None:
+        model = str(newest_checkpoint() or "")
     return replace(
         config,
-        model=model,
+        model=model or "gpt2",
         num_samples=config.num_samples or (5 if is_bare and config.temperature else 1),
         max_new_tokens=config.max_new_tokens or (30 if is_bare else 100),
     )

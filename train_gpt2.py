@@ -7,7 +7,6 @@ python train_gpt2.py --preset quickstart
 import math
 import time
 from concurrent.futures import Future
-from copy import copy
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -15,18 +14,22 @@ from typing import Any, NoReturn
 
 import torch
 
-from config import TrainConfig, check, parse_command_line, refuse_other_sizes, wrong_vocabulary
+import minutes
+from config import Settled, TrainConfig, refuse_other_sizes, settle, wrong_vocabulary
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import clip_gradients, describe_optimizers
-from support import checkpoint, device, divergence, hf, minutes, plots, report, resume, sharding
-from support.checkpoint import Checkpoint, Progress, Writer
-from support.common import UsageError, UserError, duration, first_line, run_script, say
-from support.compile import compile_model
-from support.distributed import Interrupted, Stop, World, start_world, under_torchrun
-from support.log import Log, alone_in
-from support.memory import explaining_memory, fit_batch_size, refuse_too_large
-from support.tokenizer import tokenizer_of_data
+from support.base.console import duration, run_script, say
+from support.base.errors import UserError, first_line
+from support.machine import device, sharding
+from support.machine.compile import compile_model
+from support.machine.distributed import Interrupted, Stop, World, under_torchrun
+from support.machine.memory import explaining_memory, fit_batch_size, refuse_too_large
+from support.run import checkpoint, divergence, resume
+from support.run.checkpoint import Progress, Writer
+from support.run.log import Log
+from support.show import plots, report
+from support.weights import hf
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -119,7 +122,7 @@ class Run:
     dtype: torch.dtype
     train_loader: DataLoaderLite
     evaluations: Evaluations
-    data: dict[str, Any]  # resume.identify_data's
+    data_identity: dict[str, Any]  # resume.identify_data's
     total_peak_flops: float  # a second, of all GPUs; 0 on a CPU, where it varies with other load
     progress: Progress
     writer: Writer
@@ -137,27 +140,33 @@ class Run:
         """The path of this step's checkpoint. writer.last is the same once it is written."""
         return checkpoint.path_of(self.config.log_dir, self.progress.step)
 
+    def close(self) -> None:
+        """Finishes what is being written, and ends the threads."""
+        self.writer.thread.shutdown()
+        for loader in filter(None, (self.train_loader, self.evaluations.val_loader)):
+            loader.close()
+        self.log.close()
+
     def redraw(self) -> Future[bool]:
         """Has the writer's thread draw loss.png: no two at a time. Returns whether it could."""
         return self.writer.thread.submit(plots.redraw, self.config.log_dir)
 
 
-def build_run(
-    config: TrainConfig, args: list[str], world: World, resumed_from: Checkpoint | None
-) -> Run:
+def build_run(settled: Settled, args: list[str]) -> Run:
     """Builds all parts of a run, new or resumed from a checkpoint.
 
-    Data come first, so that errors in them appear before the slow steps. The model is compiled
+    Data come first, so that other ones are refused before the slow steps. The model is compiled
     before the micro-batch is chosen, and DDP wraps it after that, because its buckets take memory.
     Optimizers come last, because sharding changes parameters.
     """
-    data = resume.identify_data(config, resumed_from)
+    config, world, data, resumed_from = settled
+    data_identity = resume.identify_data(data, resumed_from)
     before = resumed_from.state if resumed_from else {}
     dtype, total_peak_flops = start_device(config, world, before.get("dtype", ""))
-    model = build_model(config, world, dtype, resumed_from)
+    model = build_model(settled, dtype)
     B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
     train_loader = DataLoaderLite(
-        config.data_dir,
+        data,
         "train",
         B,
         config.sequence_length,
@@ -168,7 +177,7 @@ def build_run(
         pin=world.device.type == "cuda",
     )
     stop = Stop(world)
-    evaluations = build_evaluations(config, model, world, stop, dtype, B)
+    evaluations = build_evaluations(config, model, world, stop, dtype, B, data)
     wrapped_model = sharding.wrap(model, world)
     optimizers = build_optimizers(config, model, dtype)
     world.say(f"optimizer: {describe_optimizers(optimizers)}")
@@ -180,8 +189,8 @@ def build_run(
     world.say(report.describe_batch(config, world.size, train_loader))
     return Run(
         config=config,
-        command=resume.command_line(world.launcher, args),
-        command_to_resume=resume.command_line(world.launcher, resume.args_to_resume(args)),
+        command=world.command(args),
+        command_to_resume=world.command(resume.args_to_resume(args)),
         world=world,
         stop=stop,
         model=model,
@@ -191,7 +200,7 @@ def build_run(
         dtype=dtype,
         train_loader=train_loader,
         evaluations=evaluations,
-        data=data,
+        data_identity=data_identity,
         total_peak_flops=total_peak_flops,
         progress=progress,
         writer=Writer(stop, Path(config.log_dir), config.keep_checkpoints, last_saved),
@@ -225,15 +234,14 @@ def build_optimizers(
     )
 
 
-def build_model(
-    config: TrainConfig, world: World, dtype: torch.dtype, resumed_from: Checkpoint | None = None
-) -> GPT:
+def build_model(settled: Settled, dtype: torch.dtype) -> GPT:
     """The model, sharded and compiled: from the checkpoint, from --init-from, or new.
 
     Loaded weights keep their own fields, except those marked SAME_MATH. With --init-from, flags
     also set the context length and what the files lack.
     """
-    tokenizer = tokenizer_of_data(config.data_dir)
+    config, world, data, resumed_from = settled
+    tokenizer = data.tokenizer
     flags = GPTConfig.fields_from(config, tokenizer.vocab_size)
     same_math = GPTConfig.same_math_from(config)
     torch.manual_seed(config.seed)
@@ -260,9 +268,10 @@ def build_model(
     )
     if difference := model.fingerprint.difference:
         world.say(f"model: not a GPT-2: {difference}; only this code can read its checkpoints")
-    sharding.shard(model, world, config.sharding)
+    sharding.place(model, world, config.sharding)
     kernel = device.sdpa_choice(world.device, dtype, model.config)
-    world.say(f"model: {compile_model(model, world.device, config.compile)}{kernel}")
+    how = compile_model(model, world.device, config.compile and not config.find_nan)
+    world.say(f"model: {how}{kernel}")
     return model
 
 
@@ -273,7 +282,7 @@ def is_due(step: int, every: int, config: TrainConfig) -> bool:
 def evaluate_if_due(run: Run) -> bool:
     """Makes and records the evaluations that are due, if any. They do not affect training."""
     progress = run.progress
-    progress.best_now = None
+    progress.lower = None
     due = {
         name: measure
         for name, (every, measure) in run.evaluations.schedule.items()
@@ -308,10 +317,10 @@ def note_validation(run: Run, values: dict[str, Any]) -> None:
     for unit in ("bits_per_byte", "nats_per_character"):
         if unit in values:
             progress.losses[f"validation, {unit.replace('_', ' ')}"] = values[unit]
-    if progress.best_saved is None or val_loss < progress.best_saved["loss"]:
-        progress.best_now = {"loss": val_loss, "step": progress.step}
+    if progress.best is None or val_loss < progress.best["loss"]:
+        progress.lower = {"loss": val_loss, "step": progress.step}
         if run.own_path() == run.writer.last:  # interrupted before this validation
-            progress.best_saved = progress.best_now
+            progress.best = progress.lower
 
 
 # -- the loop
@@ -417,7 +426,7 @@ def end_diverged(run: Run, reason: str) -> NoReturn:
     step = run.progress.step
     run.log.record(step, "diverged", reason=reason)
     raise UserError(
-        f"step {step}: {reason}; last checkpoint: {run.writer.settle() or 'none yet'}",
+        f"step {step}: {reason}; last checkpoint: {run.writer.wait() or 'none yet'}",
         f"to find the operation: {run.command_to_resume} --find-nan",
         f"to resume, with a lower --learning-rate or --dtype float32: {run.command_to_resume}",
     )
@@ -428,7 +437,7 @@ def save_is_due(run: Run) -> bool:
     step = run.progress.step
     if step == run.first_step:
         return False
-    if run.config.save_best and run.progress.best_now:
+    if run.config.save_best and run.progress.lower:
         return True
     return run.stop.any_checkpoint_due or is_due(step, run.config.checkpoint_every, run.config)
 
@@ -442,14 +451,14 @@ def save_checkpoint(run: Run) -> None:
         end_diverged(run, f"{broken or 'a weight'} has values that are not finite")
     divergence.refuse_other_copies(run.model, run.world, run.command_to_resume)
     progress.wall = run.wall()
-    progress.best_saved = progress.best_now or progress.best_saved
+    progress.best = progress.lower or progress.best
     state = {
-        **progress.as_saved(),
-        "data": run.data,
+        **asdict(progress),
+        "data": run.data_identity,
         "machine": resume.describe_machine(run.world),
         "batch_size": run.train_loader.B,
         "dtype": device.dtype_name(run.dtype),
-        "config": asdict(config),
+        "config": config.saved(),
         "model": asdict(run.model.config),
         "scaler": run.scaler.state_dict(),
     }
@@ -470,9 +479,9 @@ def end_interrupted(run: Run, problem: str) -> None:
     saved = f"{run.own_path()} is saved"
     if run.progress.step == 0:
         saved = "there is nothing to save before the first update"
-    elif run.writer.settle() != run.own_path():
+    elif run.writer.wait() != run.own_path():
         save_checkpoint(run)
-        run.writer.settle()
+        run.writer.wait()
     if run.world.is_main:
         run.redraw().result()
     saved += f"; resume with: {run.command_to_resume}"
@@ -484,40 +493,51 @@ def end_interrupted(run: Run, problem: str) -> None:
 # -- the command
 
 
-def train(config: TrainConfig, args: list[str], world: World, began: float) -> None:
+def train(settled: Settled, args: list[str], began: float) -> None:
     """Trains to the last step, or until a signal or an unreadable shard interrupts it."""
-    config, resumed_from = resume.find_start(config, world, fields(GPTConfig))
-    if resumed_from and world.broadcast(resume.is_finished(config, resumed_from)):
-        world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
-        return
+    config, world, data, resumed_from = settled
+    if resumed_from:
+        resume.announce(config, resumed_from, fields(GPTConfig), world)
+        if world.broadcast(resume.is_finished(config, resumed_from)):
+            resume.identify_data(data, resumed_from)  # of other data, it is not done
+            world.say(f"done: --max-steps is {config.max_steps}, nothing is left to do")
+            return
     with explaining_memory(config, config.batch_size if config.minutes else 0):  # to rehearse
-        build = partial(build_run, args=args, world=world, resumed_from=resumed_from)
-        config = minutes.fit_schedule(config, world, began, build, make_update)
-        run = build(config)
+        if minutes.is_open(config):
+            build = partial(build_run, args=args)
+            settled = minutes.fit_schedule(settled, began, build, make_update)
+        run = build_run(settled, args)
     try:
-        with explaining_memory(config, run.train_loader.B):
+        with explaining_memory(run.config, run.train_loader.B):
             run.stop.listen()
-            about = report.describe_run(config, world, run.dtype, run.train_loader.B, run.command)
-            about["model"] = asdict(run.model.config)
-            about["parameters"] = run.model.num_params()
-            about["epoch_tokens"] = run.train_loader.epoch_tokens
-            run.log = resume.start_logs(config, world, resumed_from, about)
+            run.log = resume.start_logs(
+                run.config, world, resumed_from, run.progress, describe(run)
+            )
             loop(run)
             finish(run)
     except Interrupted as end:
         end_interrupted(run, str(end))
     finally:
-        run.writer.thread.shutdown()  # however the run ends, finish what is being written
-        run.log.close()
+        run.close()
+
+
+def describe(run: Run) -> dict[str, Any]:
+    """The record of this start in metrics.jsonl, so that every number can be traced."""
+    B = run.train_loader.B
+    about = report.describe_run(run.config.saved(), run.world, run.dtype, B, run.command)
+    about["model"] = asdict(run.model.config)
+    about["parameters"] = run.model.num_params()
+    about["epoch_tokens"] = run.train_loader.epoch_tokens
+    return about
 
 
 def finish(run: Run) -> None:
     """Writes the report, and says what to do next. The run is complete, whatever fails here."""
     progress = run.progress
-    last = run.writer.settle()
+    last = run.writer.wait()
     memory = device.peak_memory(run.world.device)
     wall = run.wall()
-    run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best_saved)
+    run.log.record(progress.step, "end", wall=wall, memory=memory, best=progress.best)
     run.world.say(
         f"done: {progress.step} steps in {duration(wall)}, peak memory {memory / 1e9:.2f} GB"
     )
@@ -530,18 +550,17 @@ def finish(run: Run) -> None:
             say(f"no report ({first_line(error)}): the run itself is complete")
 
 
-def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
+def find_nan(settled: Settled, args: list[str]) -> None:
     """Repeats the updates since the last checkpoint, and names the operation behind a NaN.
 
     It writes nothing, and ends one update past the one that failed. Nothing is compiled, because
     compiled code has no operations to name.
     """
-    config, resumed_from = resume.find_start(config, world, fields(GPTConfig))
-    config = copy(config)
-    config.compile = False
-    config.hellaswag_every = 0
+    config, world, _, resumed_from = settled
+    if resumed_from:
+        resume.announce(config, resumed_from, fields(GPTConfig), world)
     with explaining_memory(config):
-        run = build_run(config, args, world, resumed_from)
+        run = build_run(settled, args)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=False)  # its overflows are no NaN
     records = world.broadcast(resume.records_of(config.log_dir))
     failed = [record["step"] for record in records if record["type"] == "diverged"]
@@ -556,13 +575,14 @@ def find_nan(config: TrainConfig, args: list[str], world: World) -> None:
     world.say(f"every result was finite up to step {last}: the NaN did not come again")
 
 
-def evaluate_only(config: TrainConfig, world: World) -> None:
+def evaluate_only(settled: Settled) -> None:
     """Prints the validation loss and HellaSwag score of --init-from's model, as training does."""
+    config, world, data, _ = settled
     dtype, _ = start_device(config, world)
     with explaining_memory(config):
-        model = build_model(config, world, dtype)
+        model = build_model(settled, dtype)
         B = config.batch_size or 8  # training's would have to fit a backward pass, too
-        evaluations = build_evaluations(config, model, world, Stop(world), dtype, B)
+        evaluations = build_evaluations(config, model, world, Stop(world), dtype, B, data)
     with explaining_memory(config, B), sharding.unsharded(model, config.sharding):
         for name, (_, measure) in evaluations.schedule.items():
             if name != "samples":
@@ -571,20 +591,13 @@ def evaluate_only(config: TrainConfig, world: World) -> None:
 
 def main(args: list[str]) -> None:
     began = time.perf_counter() - time.process_time()  # by the clock: imports only compute
-    config = parse_command_line(args)
-    device.prepare_device(config.device, config.deterministic)
-    with start_world(config.device) as world:
-        config = minutes.fit_sizes(resume.as_restarted(config, world), world)
-        if problems := check(config, world.size):
-            raise UsageError(*problems)
-        if config.eval_only:
-            evaluate_only(config, world)
-        elif config.find_nan:
-            find_nan(config, args, world)
+    with settle(args) as settled:
+        if settled.config.eval_only:
+            evaluate_only(settled)
+        elif settled.config.find_nan:
+            find_nan(settled, args)
         else:
-            patience = 10.0 if config.resume == "auto" else 0.0  # the last start may still save
-            with alone_in(config.log_dir, world, patience):
-                train(config, args, world, began)
+            train(settled, args, began)
 
 
 if __name__ == "__main__":

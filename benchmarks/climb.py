@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support import plots
-from support.common import reading
+from support.base.errors import reading
+from support.show import plots
 
 PUBLISHED = Path(__file__).parent.parent / "assets" / "climbs.json"
 

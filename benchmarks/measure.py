@@ -1,8 +1,4 @@
-"""Sides of a comparison take turns.
-
-Each side runs in processes of its own, so its memory is its own. It takes turns with the side
-that it is compared with, so a slow minute of the machine slows both.
-"""
+"""Sides of a comparison take turns, so that a slow minute of the machine slows both."""
 
 import atexit
 import math
@@ -20,23 +16,19 @@ from typing import Any
 import torch
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from support.common import first_line
-from support.device import peak_memory
-from support.distributed import start_world
+from support.base.errors import first_line
+from support.machine.device import peak_memory
+from support.machine.distributed import start_world
 
 TURN = 0.5  # seconds that a turn takes at least
 
 
 @dataclass
 class Side:
-    """One of the things that are compared.
-
-    Its process calls make(world, **options) -> run, and times calls of run(). If run returns a dict
-    of numbers, those of the first call become columns.
-    """
+    """One of the things that are compared."""
 
     name: str
-    make: Callable
+    make: Callable  # make(world, **options) -> run, which is timed; its first numbers are columns
     options: dict
     amount: float  # of its unit, done by one run
     unit: str = "tokens/s"
@@ -52,14 +44,9 @@ here: dict = {}  # its World and its `run`
 def start(side: Side, device: str, rank: int, port: int) -> dict:
     """Makes what the side runs, and runs it once -> the numbers that it returns."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(side.processes),
-        LOCAL_WORLD_SIZE=str(side.processes),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+    place: dict = dict(RANK=rank, LOCAL_RANK=rank, MASTER_ADDR="localhost", MASTER_PORT=port)
+    place |= dict(WORLD_SIZE=side.processes, LOCAL_WORLD_SIZE=side.processes)
+    os.environ.update({name: str(value) for name, value in place.items()})
     torch.manual_seed(0)
     here["world"] = start_world(device)
     atexit.register(here["world"].close)
@@ -93,7 +80,7 @@ def take_turn(runs: int) -> dict:
 
 
 class Worker:
-    """The processes of one side."""
+    """The processes of one side, which share no memory with another side's."""
 
     def __init__(self, side: Side):
         self.side = side
@@ -121,11 +108,10 @@ class Worker:
 
 
 def measure(sides: Iterable[Side], device: str, rounds: int, chain: bool = False) -> Iterator[dict]:
-    """Yields a row for each side: medians of `rounds` turns.
+    """Yields a row for each side: medians of `rounds` turns, or an error.
 
-    A side takes turns with the first side, and with `chain` also with the one before it. The row of
-    a side that fails has an error, and no other side takes turns with it. Processes end as soon
-    as they are not needed, to leave their memory to the others.
+    A side takes turns with the first side, and with `chain` also with the one before it that did
+    not fail. Processes end as soon as they are not needed, to leave their memory to the others.
     """
     bases: list[Worker] = []
     for side in sides:
@@ -173,8 +159,5 @@ def take_turns(worker: Worker, bases: list[Worker], rounds: int) -> dict:
 def compare_rates(name: str, rates: tuple[float, ...], beside: tuple[float, ...]) -> dict:
     """Median and range of the ratios of neighbouring turns."""
     ratios = [rate / base for rate, base in zip(rates, beside, strict=True)]
-    return {
-        name: statistics.median(ratios),
-        f"{name}_low": min(ratios),
-        f"{name}_high": max(ratios),
-    }
+    row = {name: statistics.median(ratios)}
+    return row | {f"{name}_low": min(ratios), f"{name}_high": max(ratios)}

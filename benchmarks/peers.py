@@ -1,7 +1,4 @@
-"""What the benchmarks measure: this repository, transformers, nanoGPT, build-nanogpt.
-
-A function for bench.py takes a World and the options of a measure.Side, and returns what is timed.
-"""
+"""What the benchmarks measure: this repository, transformers, nanoGPT, build-nanogpt."""
 
 import importlib
 import math
@@ -28,19 +25,17 @@ import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import decay_groups
-from support.common import UserError
-from support.compile import compile_blocks
-from support.device import autocast, keep_freed_memory, pick_dtype
-from support.distributed import Stop, World
-from support.generation import compile_step
-from support.log import read_run
-from support.sharding import wrap
-from support.tokenizer import gpt2
+from support.base.errors import UserError
+from support.machine.compile import compile_blocks
+from support.machine.device import autocast, keep_freed_memory, pick_dtype
+from support.machine.distributed import Stop, World
+from support.machine.sharding import wrap
+from support.run.log import read_run
+from support.text.tokenizer import gpt2
+from support.weights.generation import compile_step
 from train_gpt2 import learning_rate, train_step
 
-# -- what bench.py measures
-
-SDPA = "scaled_dot_product_attention"
+# -- what bench.py measures: functions of a World and a Side's options, which return what is timed
 
 
 class MadeUpTokens(DataLoaderLite):
@@ -59,11 +54,7 @@ class MadeUpTokens(DataLoaderLite):
 def training(
     world: World, *, B: int, T: int, size: dict, dtype: torch.dtype, theirs: str = "", **on: Any
 ) -> Callable:
-    """The real train_step on made-up tokens; the run returns the loss.
-
-    theirs: "hf" for the model of transformers, or a clone of nanoGPT. on: which of bench.py's
-    TECHNIQUES are on.
-    """
+    """The real train_step on made-up tokens. theirs: "hf" or a clone of nanoGPT. on: TECHNIQUES."""
     torch.set_float32_matmul_precision("high" if on["tf32"] else "highest")
     if on["keep_memory"]:
         keep_freed_memory(world.device)
@@ -100,9 +91,11 @@ def training(
         grad_clip=1.0,
     )
 
+    # by patching, not by sdpa_kernel, which the compiler's cache does not tell apart
+    rewritten = patch.object(F, "scaled_dot_product_attention", written_out)
+
     def run() -> dict:
-        # by patching, not by sdpa_kernel, which the compiler's cache does not tell apart
-        with nullcontext() if on["flash"] else patch.object(F, SDPA, written_out):
+        with nullcontext() if on["flash"] else rewritten:
             loss, _, _ = step()
         return dict(loss=loss)
 
@@ -134,9 +127,8 @@ def make_transformers_model(size: dict[str, Any], T: int) -> Any:
 def find_nanogpt(peer: str) -> Path:
     """The path of a nanoGPT clone. Raises UserError if it is none."""
     if not Path(peer, "train.py").exists() or not Path(peer, "configurator.py").exists():
-        raise UserError(
-            f"--peer {peer!r} is no clone of nanoGPT: git clone https://github.com/karpathy/nanoGPT"
-        )
+        advice = "git clone https://github.com/karpathy/nanoGPT"
+        raise UserError(f"--peer {peer!r} is no clone of nanoGPT: {advice}")
     return Path(peer).resolve()
 
 
@@ -215,7 +207,7 @@ def score_one_at_a_time(model: GPT, examples: list, world: World, dtype: torch.d
     return dict(right=correct)
 
 
-# -- minutes of training, for minutes.py: each side returns its points
+# -- minutes of training, for race.py: each side returns its points
 
 Point = tuple[int, float, float]  # updates, seconds of training, bits per byte
 
@@ -254,17 +246,14 @@ def score(loss: Callable[[Tensor, Tensor], Tensor], folder: Path, T: int) -> flo
 def train_nanogpt(
     peer: Path, settings: str, folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
-    """Its own train.py, unchanged. Where it would save a checkpoint, that is scored.
-
-    It evaluates between model.eval() and model.train(), so these stop and start the clock.
-    """
+    """Its own train.py, unchanged. Where it would save a checkpoint, that is scored."""
     points: list[Point] = []
     clock = Clock()
     theirs = import_nanogpt(peer)
     their_train = nn.Module.train
     set_seed = torch.manual_seed
 
-    def train(module: nn.Module, mode: bool = True) -> nn.Module:
+    def train(module: nn.Module, mode: bool = True) -> nn.Module:  # around its evaluations
         clock.go() if mode else clock.stop()
         return their_train(module, mode)
 
@@ -291,19 +280,18 @@ def train_nanogpt(
 
 
 def train_transformers(
-    recipe: TrainConfig, folder: Path, updates: int, rate: float, seed: int, scores: int
+    settings: TrainConfig, folder: Path, updates: int, rate: float, seed: int, scores: int
 ) -> list:
     """Its GPT-2 in a plain loop: our dtype, compiled, fused AdamW, a cosine, gradients clipped."""
-    T = recipe.sequence_length
-    B = recipe.total_batch_size // T
-    loader = DataLoaderLite(recipe.data_dir, "train", B, T, shuffle=True, seed=seed)
-    size = dict(n_layer=recipe.n_layer, n_head=recipe.n_head, n_embd=recipe.n_embd)
+    T = settings.sequence_length
+    B = settings.total_batch_size // T
+    loader = DataLoaderLite(settings.data_dir, "train", B, T, shuffle=True, seed=seed)
+    size = dict(n_layer=settings.n_layer, n_head=settings.n_head, n_embd=settings.n_embd)
     torch.manual_seed(seed)
     model = make_transformers_model(size | dict(vocab_size=loader.vocab_size), T)
     params = list(model.parameters())
     adamw = torch.optim.AdamW(params, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     schedule = TrainConfig(max_steps=updates, warmup_steps=updates // 30, learning_rate=rate)
-
     cpu = torch.device("cpu")
     dtype, _ = pick_dtype(cpu)  # as this repository
 
@@ -312,7 +300,7 @@ def train_transformers(
             logits = model(input_ids=x, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), ignore_index=-1)
 
-    compiled = torch.compile(loss, dynamic=False) if recipe.compile else loss
+    compiled = torch.compile(loss, dynamic=False) if settings.compile else loss
     points: list[Point] = []
     clock = Clock()
     for step in range(updates):

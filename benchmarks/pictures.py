@@ -5,9 +5,9 @@ import math
 from pathlib import Path
 
 from benchmarks.climb import plot_climbs
-from benchmarks.minutes import plot_budgets, plot_minutes
-from compare import plot_comparison
-from support.plots import plot_run, plot_samples, save_picture
+from benchmarks.race import plot_budgets, plot_minutes
+from support.show.comparison import plot_comparison
+from support.show.plots import plot_run, plot_samples, save_picture
 
 
 def draw(root: Path) -> None:

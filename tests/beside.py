@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from copy import deepcopy
 
-from support import checkpoint
-from support.common import run_script
-from support.distributed import under_torchrun
+from support.base.console import run_script
+from support.machine.distributed import under_torchrun
+from support.run import checkpoint
 from train_gpt2 import main
 
 

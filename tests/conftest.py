@@ -24,7 +24,11 @@ from contract import AREAS, OUTCOMES
 from hypothesis import HealthCheck, settings
 from warm import Done, Warm, two_ranks
 
+from config import Settled, parse_command_line
 from model import GPT, GPTConfig
+from support.machine.distributed import World
+from support.run.resume import find_checkpoint
+from support.text.token_files import open_data
 
 settings.register_profile(
     "here",
@@ -52,6 +56,12 @@ TINY = shlex.split("""
     --val-every 0 --hellaswag-every 0 --sample-every 0 --checkpoint-every 0
     --dtype float32 --no-compile --device cpu
 """)
+
+
+def code_files() -> list[Path]:
+    """All Python files but those of the tests."""
+    folders = (ROOT / "support", ROOT / "benchmarks")
+    return [*ROOT.glob("*.py"), *(file for folder in folders for file in folder.rglob("*.py"))]
 
 
 # -- data
@@ -223,6 +233,13 @@ def train(
     done = warm_server().run("train_gpt2.py", *args, **as_torchrun)
     assert done.returncode == expect, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done
+
+
+def settle_in(world: World, args: list[str]) -> Settled:
+    """What `settle` makes of the arguments, among processes that have met already."""
+    config = parse_command_line(args)
+    data = open_data(config.data_dir, "train", *(["val"] if config.val_every else []))
+    return Settled(config, world, data, find_checkpoint(config, world))
 
 
 EVERY_TWO = ("--checkpoint-every", 2, "--keep-checkpoints", 9)

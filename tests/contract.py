@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.common import run_script
+from support.base.console import run_script
 
 AREAS = [
     "command lines",

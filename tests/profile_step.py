@@ -5,8 +5,9 @@ from torch.profiler import profile
 
 from bench import BenchConfig, Machine
 from benchmarks.peers import training
-from support.common import parse_flags, run_script
-from support.distributed import start_world
+from support.base.console import run_script
+from support.base.flags import parse_flags
+from support.machine.distributed import start_world
 
 
 def main(args: list[str]) -> None:

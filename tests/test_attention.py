@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
-from support import attention
-from support.compile import compile_blocks
+from support.machine import attention
+from support.machine.compile import compile_blocks
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 THEIRS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

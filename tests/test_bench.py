@@ -19,9 +19,9 @@ from benchmarks import measure, peers
 from benchmarks.climb import PUBLISHED, plot_climbs
 from benchmarks.measure import Side
 from benchmarks.tables import CLIMB, describe_ratio, format_table
-from support.common import UsageError, UserError
-from support.distributed import start_world
-from support.tokenizer import VOCAB_SIZE
+from support.base.errors import UsageError, UserError
+from support.machine.distributed import start_world
+from support.text.tokenizer import VOCAB_SIZE
 
 SECONDS = {"a": 4.0, "b": 2.0, "c": 1.0}  # of the first run of a fake side
 

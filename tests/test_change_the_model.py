@@ -24,8 +24,8 @@ from warm import two_ranks
 
 import model as unchanged
 from model import GPT
-from support import hf
-from support.common import UserError
+from support.base.errors import UserError
+from support.weights import hf
 
 transformers = pytest.importorskip("transformers")
 
@@ -44,9 +44,9 @@ CHANGES[RELU2] = """\
 --- a/config.py
 +++ b/config.py
 @@ -54,2 +54,3 @@
-     n_embd: Annotated[int, Range(1, 1_000_000)] = 768  # channels, C
+     n_layer: Annotated[int, Range(1, 10_000)] = 12  # blocks
 +    activation: Literal["gelu", "relu2"] = "gelu"  # of the MLP
-     # pad the embedding's rows to a multiple of this, in memory only: GPUs are faster with it
+     n_head: Annotated[int, Range(1, 10_000)] = 12  # attention heads in each block
 --- a/model.py
 +++ b/model.py
 @@ -40,2 +40,3 @@

@@ -16,10 +16,11 @@ from contract import call
 
 import compare
 from compare import Arm, Trainer
-from support import checkpoint
-from support.common import UsageError, UserError
-from support.log import read_run
-from support.report import of_type
+from support.base.errors import UsageError, UserError
+from support.run import checkpoint, source_code
+from support.run.log import read_run
+from support.show import comparison
+from support.show.report import of_type
 
 # AdamW at a rate where rounding does not grow
 FLAGS = " ".join([*TINY, "--max-steps 40 --val-every 20 --val-tokens 320 --learning-rate 1e-3"])
@@ -55,7 +56,7 @@ def asked_here(monkeypatch):
 
 def read_base(corpus, flags="") -> Arm:
     flags = f"{FLAGS} --data-dir {corpus} {flags}"
-    return compare.read_arm("base", flags, compare.QUIET.split())
+    return compare.read_arm("base", flags, compare.NO_EVALUATIONS.split())
 
 
 # -- the statistics
@@ -83,16 +84,16 @@ def test_tokens_and_time_to_the_bases_loss_are_parts_of_what_the_base_needs():
     assert against["tokens"] == [0.5, None]  # the second never gets there
     assert against["seconds"] == [1.5, None]
     assert against["differences"] == [-1, 1] and "no difference" in against["verdict"]
-    row = compare.describe_arm(dict(name="it", runs=arm, against=against))
+    row = comparison.describe_arm(dict(name="it", runs=arm, against=against))
     assert row[3:] == ["0.50, never", "1.50, never"]
-    assert compare.describe_arm(dict(name="base", runs=base, against={}))[3:] == ["200", "0.0"]
+    assert comparison.describe_arm(dict(name="base", runs=base, against={}))[3:] == ["200", "0.0"]
     runs = [curve(9, 5), dict(val_loss=None)]
     against = compare.compare_pairs("high", runs, base)
     assert against == dict(verdict="high cannot be judged: a run diverged")
-    row = compare.describe_arm(dict(name="high", runs=runs, against=against))
+    row = comparison.describe_arm(dict(name="high", runs=runs, against=against))
     assert row == ["high", "diverged", "", "", ""]
     against = compare.compare_pairs("low", base, runs)
-    row = compare.describe_arm(dict(name="low", runs=base, against=against))
+    row = comparison.describe_arm(dict(name="low", runs=base, against=against))
     assert row[2:] == ["", "", ""], "absolute figures would read as parts of the base's"
     bumpy = curve(9, 5, 8, 4)
     assert compare.reach(bumpy, curve(9, 7, 7, 5), "tokens") == 1 / 3, "the first time counts"
@@ -119,9 +120,9 @@ def test_the_verdict_has_as_many_digits_as_are_known(mean, half, words, monkeypa
 def test_the_page_is_that_of_the_committed_records(record):
     directory = ROOT / "benchmarks" / record
     result = json.loads((directory / "compare.json").read_text())
-    assert compare.format_page(result) == (directory / "compare.md").read_text()
+    assert comparison.format_page(result) == (directory / "compare.md").read_text()
     result["about"]["model"] = dict(n_layer=2, n_embd=8)  # of --init-from, not of the preset
-    assert "The base: 2 × 8, " in compare.format_page(result)
+    assert "The base: 2 × 8, " in comparison.format_page(result)
 
 
 # -- the sweep
@@ -157,9 +158,9 @@ def test_the_page_doubts_a_best_value_at_an_end():
     tried = [[1.0, 5.19], [2.0, 5.0], [4.0, None]]
     arm = dict(tuned={"lr": 2.0}, tried=tried)
     row = "2 is the best of 1: 5.1900, 2: 5.0000, 4: diverged"
-    assert compare.describe_sweep(arm) == row
+    assert comparison.describe_sweep(arm) == row
     for inside in (tried[1:], tried[:2]):
-        assert "is at an end" in compare.describe_sweep(dict(arm, tried=inside))
+        assert "is at an end" in comparison.describe_sweep(dict(arm, tried=inside))
 
 
 # -- whole comparisons, killed and continued
@@ -233,32 +234,33 @@ def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
 def test_another_configuration_data_or_code_is_another_run(corpus, tmp_path, asked_here):
     arms = [read_base(corpus), read_base(corpus, "--max-steps=40")]
     arms.append(read_base(corpus, "--warmup-steps 3"))
-    for other in (dict(data={"toy_train_000001.npy": [3000, "another"]}), dict(code="another")):
-        arms.append(Arm("base", ROOT, [], arms[0].recipe | other))
+    others = [dict(data={"toy_train_000001.npy": [3000, "another"]}), dict(code="another")]
+    for other in [*others, dict(machine=["3.11.7", "2.11.0", "another"])]:
+        arms.append(Arm("base", ROOT, [], arms[0].settings | other))
     places = [compare.locate(arm, {"seed": 1}, tmp_path) for arm in arms]
-    assert places[0] == places[1] and len(set(places)) == 4
+    assert places[0] == places[1] and len(set(places)) == 5
     assert compare.locate(arms[0], {"seed": 2}, tmp_path) not in places
     weights = tmp_path / "model.safetensors"
     for content in (b"a", b"b"):
         weights.write_bytes(content)
         arm = read_base(corpus, f"--init-from {tmp_path}")
         places.append(compare.locate(arm, {"seed": 1}, tmp_path))
-    assert len(set(places)) == 6
+    assert len(set(places)) == 7
 
 
 def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
     corpus, tmp_path, monkeypatch
 ):
     copy = tmp_path / "copy"
-    (copy / "support").mkdir(parents=True)
-    for path in ("config.py", "model.py", "train_gpt2.py", "support/common.py"):
-        (copy / path).write_bytes((ROOT / path).read_bytes())
+    for name, code in source_code.read_code(ROOT).items():
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes(code)
     with_activation = "    activation: str = 'gelu'  # new\n    n_layer: "
     config = (copy / "config.py").read_text().replace("    n_layer: ", with_activation, 1)
     (copy / "config.py").write_text(config)
     base = read_base(corpus)
     arm = compare.read_arm("mine", f"@{copy} --activation relu", base.flags)
-    assert arm.recipe["activation"] == "relu" and arm.recipe["code"] != base.recipe["code"]
+    assert arm.settings["activation"] == "relu" and arm.settings["code"] != base.settings["code"]
     started = []
     monkeypatch.setattr(compare, "run_process", lambda command, _: started.append(command[1]))
     (tmp_path / "output.txt").touch()
@@ -274,10 +276,10 @@ def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
     corpus, tmp_path, monkeypatch, asked_here
 ):
     copy = tmp_path / "copy"
-    for name, code in compare.read_code(ROOT).items():
+    for name, code in source_code.read_code(ROOT).items():
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_text(code.replace("F.gelu(x", "F.relu(x"))
-    (copy / "support" / "new.py").write_text("new = True\n")
+        (copy / name).write_bytes(code.replace(b"F.gelu(x", b"F.relu(x"))
+    (copy / "support" / "machine" / "new.py").write_text("new = True")
     about = dict(git="1234567", device=dict(name="a CPU"), dtype="float32")
     outcome = curve(9, 5) | dict(directory="run", git="7654321-dirty", dtype="float32")
     monkeypatch.setattr(compare, "train", lambda *_: outcome)
@@ -291,7 +293,34 @@ def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
     changed = [line for line in patch if line.startswith(("+", "-"))]
     assert changed[0] == "--- a/model.py"
     assert changed[3][1:] == changed[2][1:].replace("gelu", "relu")
-    assert changed[4:] == ["--- a/support/new.py", "+++ b/support/new.py", "+new = True"]
+    new = ["--- /dev/null", "+++ b/support/machine/new.py", "+new = True"]
+    assert changed[4:] == new and patch[-1] == "\\ No newline at end of file"
+
+
+def test_the_code_of_a_copy_is_its_files_with_their_names_and_its_diff_can_be_applied(tmp_path):
+    def make(name: str, **files: str) -> Path:
+        for path, text in {"assets/ranks": "3", "old.py": "gone", **files}.items():
+            file = tmp_path / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return tmp_path / name
+
+    base = make("base", **{"a.py": "one\n", "tests/test.py": "x", "log.md": ""})
+    moved = make("moved", **{"wing/a.py": "one\n"})
+    longer = make("longer", **{"a.py": "one\ntwo", ".venv/b.py": "x", "assets/ranks": "4"})
+    assert [*source_code.read_code(base)] == ["a.py", "assets/ranks", "old.py"]
+    hashes = {source_code.hash_code(copy) for copy in (base, moved, longer)}
+    assert len(hashes) == 3, "the same lines in another folder are other code"
+    for copy in (moved, longer):
+        patch = source_code.compare_code(source_code.read_code(base), source_code.read_code(copy))
+        made = tmp_path / f"{copy.name} again"
+        for name, content in source_code.read_code(base).items():
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            (made / name).write_bytes(content)
+        git = ["git", "-C", str(made), "apply", "--no-index", "-"]
+        subprocess.run(git, input=patch.encode(), check=True)
+        found = source_code.read_code(made)
+        assert found == source_code.read_code(copy)
 
 
 def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, monkeypatch):
@@ -310,7 +339,7 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
     def train() -> dict:
         return Trainer(tmp_path, total=1).run(arm, {"seed": 1})
 
-    arm = Arm("base", ROOT, [], dict(code=compare.hash_code(ROOT), dtype="float32"))
+    arm = Arm("base", ROOT, [], dict(code=source_code.hash_code(ROOT), dtype="float32"))
     monkeypatch.setattr(compare, "run_process", run)
     told = r"""base/seed=1_.*: train_gpt2.py: step 50: the reason
 \(compare.py sets --log-dir and --resume; to begin this run again, delete its folder\)$"""
@@ -461,7 +490,7 @@ def test_an_arm_is_not_refused_for_a_flag_of_the_base_that_is_in_vain_with_its_o
 ):
     base = f"{FLAGS} --data-dir {corpus} --optimizer muon --embedding-lr 4"
     arms = compare.read_arms(compare.CompareConfig(base, ("adamw: --optimizer adamw",)))
-    assert [arm.recipe["optimizer"] for arm in arms] == ["muon", "adamw"]
+    assert [arm.settings["optimizer"] for arm in arms] == ["muon", "adamw"]
     assert "--embedding-lr" in arms[0].flags and "--embedding-lr" not in arms[1].flags
     with pytest.raises(UserError, match="--embedding-lr has no effect"):
         arm = "adamw: --optimizer adamw --embedding-lr 2"

@@ -13,11 +13,11 @@ import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import orthogonalize_share
-from support.compile import compile_blocks
-from support.device import autocast
-from support.distributed import Stop, World, start_world
-from support.generation import compile_step
-from support.memory import fit_batch_size, runs_out_of_memory
+from support.machine.compile import compile_blocks
+from support.machine.device import autocast
+from support.machine.distributed import Stop, World, start_world
+from support.machine.memory import fit_batch_size, runs_out_of_memory
+from support.weights.generation import compile_step
 from train_gpt2 import train_step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -38,14 +38,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from warm import two_ranks
 
 import fineweb
-from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, divergence
-from support.common import UserError, hash_file
-from support.distributed import Stop, start_world
-from support.log import open_log, read_log, read_metrics, records_before
-from support.report import revision
-from support.resume import identify_data
+from support.base.errors import UserError
+from support.base.files import hash_file
+from support.machine.distributed import Stop, start_world
+from support.run import checkpoint, divergence
+from support.run.log import open_log, read_log, read_metrics, records_before
+from support.run.resume import identify_data
+from support.show.report import revision
+from support.text.manifest import verify_shards
+from support.text.token_files import open_data
 
 RESUME = (*EVERY_TWO, "--resume", "auto")
 
@@ -109,7 +111,7 @@ def test_a_file_system_that_refuses_what_is_not_needed_is_told_once_and_holds_al
         refused = [re.search(r"refuses (\w+)", line)[1] for line in told]
         assert sorted(refused) == sorted(words)
     assert not checkpoint.damage_of(tmp_path / "log" / "ckpt_000006")
-    assert "as they were written" in fineweb.verify_shards(tmp_path / "data")
+    assert "as they were written" in verify_shards(tmp_path / "data")
 
 
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
@@ -126,7 +128,7 @@ def test_scripts_run_with_closed_streams_and_write_nothing_of_them_elsewhere(
         done = run_program(["sh", "-c", f"{typed} {closed}"], cwd=tmp_path)
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert not checkpoint.damage_of(tmp_path / "log" / "ckpt_000003")
-    assert "as they were written" in fineweb.verify_shards(tmp_path / "d")
+    assert "as they were written" in verify_shards(tmp_path / "d")
 
 
 def test_a_save_that_is_refused_leaves_the_checkpoint_before_it(tmp_path, monkeypatch):
@@ -376,10 +378,10 @@ SPOILT = {  # the places of tokens that change, and whether a resume notices
 
 def test_a_shard_is_known_by_its_size_and_some_of_its_blocks(tmp_path):
     def refused(then: dict, val_every: int = 1) -> str:
-        config = TrainConfig(data_dir=str(tmp_path), val_every=val_every)
+        data = open_data(tmp_path, "train", *(["val"] if val_every else []))
         resumed_from = checkpoint.Checkpoint(Path("ckpt"), {"data": then}, [])
         try:
-            kept = identify_data(config, resumed_from)
+            kept = identify_data(data, resumed_from)
         except UserError as error:
             return str(error)
         assert kept.keys() == {"train", "val"}, "what is not in use is kept, too"
@@ -387,7 +389,7 @@ def test_a_shard_is_known_by_its_size_and_some_of_its_blocks(tmp_path):
 
     for name in SPOILT:
         np.arange(N).astype("<u2").tofile(tmp_path / name)  # nanoGPT's, without a header
-    whole = identify_data(TrainConfig(data_dir=str(tmp_path)), None)
+    whole = identify_data(open_data(tmp_path, "train", "val"), None)
     assert not refused(whole) and not refused({"train": whole["train"]})
     for name, places in SPOILT.items():
         content = (tmp_path / name).read_bytes()
@@ -460,7 +462,7 @@ def save(log_dir: Path, step: int, weight: float = 0.0, keep: int = 0) -> Path:
     model.transformer.wte.weight.data[0, 0] = weight
     writer = checkpoint.Writer(Stop(start_world("cpu")), log_dir, keep)
     writer.save(model, model.configure_optimizers(), {"step": step}, {})
-    return writer.settle()
+    return writer.wait()
 
 
 # -- kills at every write, damaged shards, ranks that fail
@@ -530,7 +532,7 @@ def test_a_save_killed_at_any_write_leaves_the_old_checkpoint_or_the_new(
 
     for log_dir, ended in kill_everywhere(tmp_path, save_again, old):
         assert not any(map(checkpoint.damage_of, checkpoint.checkpoints(log_dir)))
-        checkpoint.sweep(log_dir)
+        checkpoint.remove_leftovers(log_dir)
         found, said = find(log_dir)
         if found is None:  # it died between the two renames
             assert step == 1 and not checkpoint.damage_of(log_dir / "abandoned_ckpt_000001")
@@ -616,8 +618,9 @@ def test_a_shard_that_shrinks_or_vanishes_during_a_run_is_an_ordinary_error(tmp_
 
 FAIL = """
 import os, signal, time
-from support.common import UserError, run_script
-from support.distributed import World, start_world
+from support.base.errors import UserError
+from support.base.console import run_script
+from support.machine.distributed import World, start_world
 
 def main(_args):
     with start_world("cpu") as world:

@@ -22,7 +22,7 @@ from contract import RIGHT, Done, call, contents, judge
 import fineweb
 import sample
 from model import GPT, GPTConfig
-from support.tokenizer import gpt2, replace_surrogates
+from support.text.tokenizer import gpt2, replace_surrogates
 
 # -- where the scripts are called
 
@@ -88,7 +88,7 @@ SCRIPTS = {  # a command line that works
     ],
 }
 LONG = {  # what starts when everything has been checked, and is left out here
-    "train_gpt2.py": "support.report.describe_batch",
+    "train_gpt2.py": "support.show.report.describe_batch",
     "bench.py": "bench.run_benchmarks",
     "compare.py": "compare.compare",
 }
@@ -156,7 +156,7 @@ def words_of(line: list[str]) -> list[str]:
 def test_every_flag_with_odd_values_is_taken_or_told_in_a_sentence(
     script, place, quick, monkeypatch, outcome
 ):
-    monkeypatch.setattr("support.compile.why_not_compile", lambda device: "as asked")
+    monkeypatch.setattr("support.machine.compile.why_not_compile", lambda device: "as asked")
     monkeypatch.setattr(sample, "why_not_compile", lambda device: "not in this test")
     if script in LONG:
         monkeypatch.setattr(LONG[script], stop_before_work)
@@ -173,7 +173,7 @@ def test_every_flag_with_odd_values_is_taken_or_told_in_a_sentence(
 NUMBERS = """
     --learning-rate=1e-320 --learning-rate=1e12 --eps=1e-45 --eps=1e12 --beta2=0.9999999999999999
     --weight-decay=1e12 --grad-clip=1e-320 --min-lr-frac=1e12 --seed=1e20
-    --checkpoint-minutes=1e-320 --keep-checkpoints=1e12 --pad-vocab-to=7 --batch-size=1e12
+    --checkpoint-minutes=1e-320 --keep-checkpoints=1e12 --batch-size=1e12
     --warmup-steps=5 --n-layer=1000000000000 --n-embd=1000000000000
 """
 

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_program
+from conftest import ROOT, code_files, run_program
 
-from benchmarks import minutes
+from benchmarks import race
 from benchmarks.tables import CLIMB, COLUMNS, format_table
-from support.common import duration
-from support.log import read_metrics
-from support.report import of_type
+from support.base.console import duration
+from support.run.log import read_metrics
+from support.show.report import of_type
 
 # what one edits to try an idea
-EDITED = ("model", "optim", "config", "evaluate", "train_gpt2")
+EDITED = ("model", "optim", "config", "evaluate", "minutes", "train_gpt2")
 LIST_FILES = """
 import sys, train_gpt2
 for module in list(sys.modules.values()):
@@ -67,18 +67,17 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     arms = read_json("compare/compare.json")["arms"]
     val = of_type(read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl"), "val")[-1]
     edited = [ROOT / f"{name}.py" for name in EDITED]
-    everything = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("benchmarks/*.py")]
     against = arms[1]["against"]
     low, high = min(against["tokens"]), max(against["tokens"])
     quotes = [
         f"ends {-against['mean']:.2f} ± {against['half']:.2f} nats per token lower",
         f"after {low:.0%} to {high:.0%} of the tokens",
         f"= {val['nats_per_character']:.3f} nats per character",
-        f"five files, {count_lines(edited):,} lines together; training loads "
+        f"six files, {count_lines(edited):,} lines together; training loads "
         f"{count_lines(loaded()):,}.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
         f"{speedup('against'):.2f} times as fast as that of `transformers`",
-        f"| {count_lines(everything):,}; you edit {count_lines(edited):,} of them "
+        f"| {count_lines(code_files()):,}; you edit {count_lines(edited):,} of them "
         f"(tests: {count_lines(ROOT.glob('tests/*.py')):,}) |",
     ]
     text = " ".join(README.split())
@@ -87,24 +86,25 @@ def test_the_readme_quotes_the_comparison_and_sizes():
 
 def test_the_page_of_benchmarks_has_the_tables_of_the_races_that_the_readme_shows():
     shakespeare, library = (
-        minutes.summarize(read_json(name)) for name in ("minutes.json", "minutes-stdlib.json")
+        race.summarize(read_json(name)) for name in ("minutes.json", "minutes-stdlib.json")
     )
     bits = {row["name"]: f"{row['bits']:.2f}" for row in shakespeare}
+    ours = bits[race.THIS_REPOSITORY]
     quote = (
-        f"{bits[minutes.OURS]} bits per byte, where GPT-2 of `transformers` has {bits[minutes.HF]} "
+        f"{ours} bits per byte, where GPT-2 of `transformers` has {bits[race.HF]} "
         f"and nanoGPT {bits['nanoGPT, our tokens']}"
     )
     assert quote in " ".join(README.split())
     assert [row["name"] for row in library] == [row["name"] for row in shakespeare]
     for table in (shakespeare, library):
-        assert format_table(table, minutes.COLUMNS) in PAGE
+        assert format_table(table, race.COLUMNS) in PAGE
     log = (ROOT / "benchmarks" / "LOG.md").read_text()
-    races = ("", "nanoGPT, our tokens", (1, 3)), ("amx-", minutes.HF, (1, 3, 10))
+    races = ("", "nanoGPT, our tokens", (1, 3)), ("amx-", race.HF, (1, 3, 10))
     for machine, peer, budgets in races:
         records = [read_json(f"{machine}budget-{n}.json") for n in budgets]
-        tables = [minutes.summarize(record) for record in records]
-        assert all(format_table(table, minutes.COLUMNS) in log for table in tables)
-        for name in (minutes.OURS, minutes.ADAMW, peer):
+        tables = [race.summarize(record) for record in records]
+        assert all(format_table(table, race.COLUMNS) in log for table in tables)
+        for name in (race.THIS_REPOSITORY, race.ADAMW, peer):
             *bits, last = [row["bits"] for table in tables for row in table if row["name"] == name]
             quote = ", ".join(f"{one:.3f}" for one in bits) + f" and {last:.3f}"
             assert quote in " ".join(PAGE.split())
@@ -128,7 +128,7 @@ def speedup(name: str) -> float:
 def loaded() -> list[Path]:
     """The files of this repository that training imports."""
     files = map(Path, run_program([sys.executable, "-c", LIST_FILES]).stdout.splitlines())
-    return [file for file in files if file.parent in (ROOT, ROOT / "support")]
+    return [file for file in files if file in code_files()]
 
 
 def count_lines(paths: Iterable[Path]) -> int:

@@ -32,13 +32,15 @@ from contract import TOLD, call, contents
 from tqdm import tqdm
 
 import fineweb
-from fineweb import Config, hold_out, pack, prepare_worker, read_manifest, stream_tokens, tokenize
-from support import common, sources
-from support.common import UserError
-from support.decontaminate import Benchmark, cut_out
-from support.sources import Place, find_sources, read_batches
-from support.token_files import find_shards
-from support.tokenizer import gpt2
+from fineweb import Config, hold_out, pack, stream_tokens, tokenize
+from support.base.errors import UserError
+from support.base.files import download
+from support.text import sources
+from support.text.decontaminate import Benchmark, cut_out
+from support.text.manifest import read_manifest, verify_shards, write_manifest
+from support.text.sources import Place, find_sources, read_batches
+from support.text.token_files import find_shards
+from support.text.tokenizer import gpt2
 
 ROOT = Path(__file__).parent.parent
 
@@ -59,7 +61,7 @@ SURROGATES = "lone \ud800 high, low \udfff, a pair \ud83d\ude00, the wrong way \
 STARTER = """
 import multiprocessing, sys, time
 import fineweb
-from support import sources
+from support.text import sources
 if __name__ == "__main__":
     sys.argv[0] = "fineweb.py"
     {first}
@@ -227,10 +229,11 @@ BEGINNING = (Place(0, 0, 0), {})
 def stream_of(texts, size, before=BEGINNING, limit=10**9):
     """What the workers and `stream_tokens` make of texts, `size` at a time, from a place on."""
     place, counts = before
-    prepare_worker(gpt2(), None)
     batches = []
     for i in range(place.text, len(texts), size):
-        batches.append((Place(0, i, 0), tokenize([(text, True) for text in texts[i : i + size]])))
+        batches.append(
+            (Place(0, i, 0), tokenize([(text, True) for text in texts[i : i + size]], gpt2(), None))
+        )
     return stream_tokens(iter(batches), limit, Counter(counts), tqdm(disable=True), EOT)
 
 
@@ -552,7 +555,7 @@ def test_a_second_run_is_refused_and_ctrl_c_ends_the_first(tmp_path, long_run, m
 KILLED_WHILE_IT_HANDS_OVER = """
 import multiprocessing, os, signal
 from multiprocessing.connection import Connection
-from support.workers import map_ahead, run_and_exit, start_pool
+from support.text.workers import map_ahead, run_and_exit, start_pool
 
 def send_half(self, buffer, write=os.write):
     write(self._handle, buffer[: len(buffer) // 2])
@@ -834,9 +837,9 @@ def test_a_file_on_the_web_is_read_also_from_a_busy_server(hub, monkeypatch):
     url = hub.env["HF_ENDPOINT"] + "/input.txt"
     monkeypatch.setattr("urllib3.util.Retry.sleep", lambda *_: None)
     hub.statuses = [503, 503, 200, 404]
-    assert common.download(url) == hub.texts[0].encode()
+    assert download(url) == hub.texts[0].encode()
     with pytest.raises(OSError, match="404"):
-        common.download(url)
+        download(url)
 
 
 def test_without_a_network_a_run_fails_soon_and_leaves_no_folder(tmp_path, monkeypatch, here):
@@ -989,7 +992,7 @@ def test_a_damaged_manifest_is_one_sentence_and_the_shards_stay(unfinished, outc
     path = folder / "manifest.json"
     path.write_bytes(path.read_bytes().replace(was, now))
     before = contents(folder)
-    for act in (lambda: make(folder, source), lambda: fineweb.verify_shards(folder)):
+    for act in (lambda: make(folder, source), lambda: verify_shards(folder)):
         told = sentence(act)
         assert f"{path} cannot be read (" in told or f"{path} is damaged: put it back" in told
     assert contents(folder) == before
@@ -1004,7 +1007,7 @@ def test_a_manifest_that_hashed_only_what_was_read_is_gone_on_with(unfinished, t
     manifest = read_manifest(folder)
     [(path, stamp)] = manifest["files"].items()
     manifest["files"][path] = [*stamp[:2], "the hash of 7 texts", 7]
-    fineweb.write_manifest(folder, manifest)
+    write_manifest(folder, manifest)
     if touched:
         os.utime(path, ns=(0, 0))
         assert said in sentence(make, folder, source)
@@ -1166,19 +1169,19 @@ def test_a_finished_folder_is_left_alone_and_verified(tmp_path, here):
     assert {path: path.stat().st_mtime_ns for path in folder.glob("*[!k]")} == before
     told = sentence(make, folder, source, shard_size=501, max_tokens=7)
     assert "--shard-size was 500, not 501; --max-tokens was 0, not 7 (2 in all);" in told
-    assert "are as they were written" in fineweb.verify_shards(folder)
+    assert "are as they were written" in verify_shards(folder)
     manifest = read_manifest(folder)
-    fineweb.write_manifest(folder, manifest | {"cursor": {"file": 0}})
-    assert "is not complete; the same" in sentence(fineweb.verify_shards, folder)
-    fineweb.write_manifest(folder, manifest)
+    write_manifest(folder, manifest | {"cursor": {"file": 0}})
+    assert "is not complete; the same" in sentence(verify_shards, folder)
+    write_manifest(folder, manifest)
     shard = folder / "x_train_000002.npy"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    assert "damaged: x_train_000002.npy; put it" in sentence(fineweb.verify_shards, folder)
+    assert "damaged: x_train_000002.npy; put it" in sentence(verify_shards, folder)
     make(folder, source, overwrite=True)
     assert shard.read_bytes() == data
     shard.unlink()
-    assert "damaged: x_train_000002.npy;" in sentence(fineweb.verify_shards, folder)
+    assert "damaged: x_train_000002.npy;" in sentence(verify_shards, folder)
     assert "x_train_000002.npy is missing" in sentence(make, folder, source)
 
 
@@ -1201,7 +1204,8 @@ def failing(monkeypatch, at: int) -> list[str]:
     class Disk(io.FileIO):
         write = counted("write", io.FileIO.write)
 
-    monkeypatch.setattr(common, "open", lambda path, mode: Disk(path, mode), raising=False)
+    disk = "support.base.files.open"
+    monkeypatch.setattr(disk, lambda path, mode: Disk(path, mode), raising=False)
     monkeypatch.setattr(os, "fsync", counted("fsync", os.fsync))
     monkeypatch.setattr(Path, "replace", counted("rename", Path.replace))
     return done

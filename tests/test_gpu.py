@@ -14,7 +14,7 @@ from conftest import ROOT, wait_for_file
 from bench import BenchConfig
 from config import parse_command_line, wrong_sizes
 from fineweb import Config
-from support.common import out_of_range, parse_flags
+from support.base.flags import out_of_range, parse_flags
 
 PARTS = {  # of each part, a step in its middle, by a word of its command
     "gpu-tests": "test_cuda",

@@ -23,9 +23,9 @@ from conftest import ROOT, TINY, environment, run_script
 import hellaswag
 from hellaswag import evaluate, iterate_examples, load_examples, render_example, score
 from model import GPT, GPTConfig
-from support.common import UserError
-from support.distributed import World, start_world
-from support.tokenizer import gpt2
+from support.base.errors import UserError
+from support.machine.distributed import World, start_world
+from support.text.tokenizer import gpt2
 
 TEXT = (
     "the man is seen riding a bike down on his own roof and then they walk together across some "

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 
 import model
 from model import GPT, GPTConfig
-from support.common import UserError
-from support.fingerprint import EMBEDDING
-from support.hf import HEAD, Fingerprint, Pretrained, check_vocabulary, refuse_other_change
-from support.tokenizer import gpt2, train_vocabulary
+from support.base.errors import UserError
+from support.text.tokenizer import gpt2, train_vocabulary
+from support.weights.fingerprint import EMBEDDING
+from support.weights.hf import HEAD, Fingerprint, Pretrained, check_vocabulary, refuse_other_change
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,5 +1,6 @@
 """DataLoaderLite: one stream, cut the same way whoever asks."""
 
+import gc
 import hashlib
 import io
 import os
@@ -15,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import DataLoaderLite
-from support.common import UserError
+from support.base.errors import UserError
+from support.text.token_files import open_data
 
 
 def epoch_of(loader: DataLoaderLite, epoch: int) -> list[tuple]:
@@ -207,6 +209,25 @@ def test_a_thread_does_not_close_the_shard_that_another_one_reads(shards, monkey
 
     monkeypatch.setattr(os, "pread", read_later)
     assert np.array_equal(loader.sequence(0), training_shards(shards)[0][:9])
+
+
+def test_a_loader_that_is_closed_or_deleted_leaves_no_thread(shards):
+    def readers() -> list:
+        return [t for t in threading.enumerate() if t.name.startswith("DataLoaderLite")]
+
+    before = len(readers())
+    loader = DataLoaderLite(open_data(shards, "train"), "train", 1, 8, shuffle=True)
+    loader.next_batch()
+    assert len(readers()) == before + 1
+    loader.close()
+    assert len(readers()) == before
+    loader = DataLoaderLite(shards, "train", 1, 8)
+    [thread] = {*readers()} - {*readers()[:before]}
+    gc.disable()
+    del loader
+    gc.enable()
+    thread.join(60)
+    assert not thread.is_alive(), "the loader was in no circle that only gc finds"
 
 
 def test_llm_c_and_nanogpt_files_give_the_same_stream_as_npy(tmp_path):

@@ -1,267 +1,264 @@
-"""benchmarks/minutes.py: what is trained for how long, and how it is scored. Never who wins."""
+"""--minutes: what it chooses, that printed flags and a resume are the same run, what it refuses.
 
-import json
-import math
-import os
-import sys
-from dataclasses import replace
-from functools import partial
+Never how long a run takes: that is measured in docs/minutes.md.
+"""
+
+import re
+import shlex
+import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import EOT, documents, random_model
-from torch import nn
+from conftest import ROOT, losses, read_records, warm_server, weights_hash, write_shard
+from hypothesis import given
+from hypothesis import strategies as st
+from warm import two_ranks
 
-import bench
-from benchmarks import minutes, peers
-from benchmarks.minutes import MinutesConfig
-from config import choose_recipe, parse_command_line
-from evaluate import validate
-from model import DataLoaderLite
-from support.common import UserError
-from support.distributed import Stop, start_world
-from support.tokenizer import gpt2
+import minutes
+import train_gpt2
+from config import GPT2_SIZES, parse_command_line, without_effect, wrong_sizes
+from minutes import choose_recipe, choose_sizes, with_recipe, with_sizes
+from support.base.errors import UserError
+from support.base.process import as_typed
+from support.machine.distributed import World
+from support.text import token_files
+from support.text.names import TOKENIZER_FILE
+from support.text.token_files import open_data
+from support.text.tokenizer import train_vocabulary
 
-# A clone of nanoGPT as far as it matters: where its train.py evaluates, saves, and finds its data
-MODEL = """
-import dataclasses
-import torch
-from torch.nn.functional import cross_entropy
-
-Fields = dict(block_size=8, vocab_size=0, n_layer=0, n_head=0, n_embd=0, dropout=0, bias=0)
-GPTConfig = dataclasses.make_dataclass("GPTConfig", [(k, int, v) for k, v in Fields.items()])
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        self.logits = torch.nn.Parameter(torch.zeros(config.vocab_size))
-
-    def forward(self, x, y):
-        logits = self.logits.expand(*x.shape, -1)
-        return logits, cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
-"""
-TRAIN = """
-import dataclasses, os, pickle, time
-import numpy as np, torch
-from model import GPT, GPTConfig
-exec(open("configurator.py").read())
-meta = pickle.load(open(os.path.join("data", dataset, "meta.pkl"), "rb"))
-assert len(np.memmap(os.path.join("data", dataset, "train.bin"), np.uint16))
-args = dict(block_size=8, vocab_size=meta["vocab_size"])
-torch.manual_seed(1337)
-model = GPT(GPTConfig(**args))
-for i in range(max_iters + 1):
-    if i % eval_interval == 0:
-        model.eval()
-        time.sleep(50)
-        model.train()
-        if i:
-            weights = {f"_orig_mod.{name}": w for name, w in model.state_dict().items()}
-            saved = dict(model=weights, model_args=args, iter_num=i)
-            torch.save(saved, os.path.join(out_dir, "ckpt.pt"))
-    time.sleep(2)
-"""
-CONFIGURATOR = """
-import sys
-for flag in sys.argv[1:]:
-    name, _, value = flag[2:].partition("=")
-    globals()[name] = value if name in ("dataset", "out_dir", "device") else eval(value)
-"""
+CHOSEN = ("n_layer", "n_head", "n_embd", "sequence_length", "total_batch_size")
+CHOSEN += ("batch_size", "max_steps", "warmup_steps", "learning_rate", "weight_decay")
+TYPED = ("", "--n-layer 7", "--n-head 5", "--n-embd 100", "--sequence-length 100")
+TYPED += ("--preset quickstart", "--optimizer adamw", "--batch-size 6")
+TYPED += ("--sequence-length 48 --batch-size 7",)
 
 
-@pytest.fixture
-def peer(tmp_path):
-    clone = tmp_path / "nanoGPT"
-    clone.mkdir()
-    for name, text in dict(model=MODEL, train=TRAIN, configurator=CONFIGURATOR).items():
-        (clone / f"{name}.py").write_text(text)
-    return clone
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """600 tokens for training and 200 for validation, with their sizes."""
-    splits = [documents(600, 0), documents(200, 1)]
-    return minutes.write_tokens(tmp_path / "tokens", splits, gpt2().sizes.tolist())
-
-
-def test_nanogpts_own_script_trains_and_its_clock_stops_while_it_evaluates(
-    peer, folder, monkeypatch, tmp_path
+@given(
+    exponent=st.floats(9, 22),
+    vocab_size=st.sampled_from((257, 1024, 50257)),
+    processes=st.sampled_from((1, 3, 8)),
+    typed=st.sampled_from(TYPED),
+)
+def test_any_time_and_typed_size_give_sizes_that_fit_each_other(
+    exponent, vocab_size, processes, typed
 ):
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(torch, "save", None)
-    seeds = []
-    monkeypatch.setattr(torch, "manual_seed", seeds.append)
-    monkeypatch.setattr(nn.Module, "train", nn.Module.train)
-    monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
-    monkeypatch.chdir(tmp_path)
-    points = peers.train_nanogpt(peer, "--batch_size=4", folder, 32, 1e-3, 7, 16)
-    assert seeds == [7]
-    assert [step for step, *_ in points] == list(range(2, 33, 2))
-    assert [seconds for _, seconds, _ in points] == [4.0 * i for i in range(1, 17)]
-    tokens = np.fromfile(folder / "val.bin", np.uint16)[1:193]  # 24 sequences of 8
-    text = tokens[tokens != EOT]
-    bits = math.log2(gpt2().vocab_size) * len(text) / gpt2().sizes[text].sum()
-    assert [point[2] for point in points] == pytest.approx([bits] * 16, rel=1e-5)
-
-
-def test_a_score_is_what_validation_says(folder, tmp_path):
-    model = random_model(n_layer=1, n_head=2, n_embd=16, block_size=16).eval()
-    np.save(tmp_path / "val_000000.npy", np.fromfile(folder / "val.bin", np.uint16))
-    loader = DataLoaderLite(tmp_path, "val", 4, 16)
-    with start_world("cpu") as world:
-        _, bits, _ = validate(model, loader, 10**6, world, torch.float32, Stop(world))
-    scored = peers.score(lambda x, y: model(x, y)[1], folder, 16)
-    assert scored == pytest.approx(bits, rel=1e-5)
-
-
-def test_transformers_and_this_repository_learn_the_same_tokens(shards, folder):
-    """Both are scored 16 times, and end below a model that knows nothing."""
-    sizes = "--n-layer 1 --n-head 2 --n-embd 16 --sequence-length 16 --batch-size 4"
-    rest = f"--total-batch-size 64 --learning-rate 0.01 --no-compile --data-dir {shards}"
-    flags = f"{sizes} {rest}".split()
-    recipe = parse_command_line(flags)
-    for train in (partial(peers.train_here, flags), partial(peers.train_transformers, recipe)):
-        points, others = [train(folder, 32, 0.01, seed, 16) for seed in (1, 2)]
-        steps, seconds, bits = zip(*points, strict=True)
-        assert bits[0] != others[0][2], "another seed"
-        assert list(steps) == list(range(2, 33, 2))
-        assert list(seconds) == sorted(seconds) and seconds[0] > 0
-        assert bits[-1] < bits[0]
-
-
-def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean_of_its_seeds(
-    shards, peer, monkeypatch, tmp_path
-):
-    turns = []
-
-    def run(train, updates, rate, seed, scores):
-        """10 s of compilation, then 0.25 s an update; a lower score for the middle rate and 1337.
-
-        The machine is slow in the first turn, and while the long runs are made.
-        """
-        name = train.func.__name__
-        turns.append(name)
-        update = 0.25 if 5 < len(turns) <= 15 else 1.0
-        muon = name == "train_here" and parse_command_line(train.args[0]).optimizer == "muon"
-        worse = 0.0 if muon else 1 + abs(rate - 2e-3)
-        worse += (seed - 1337) / 10
-        every = updates // scores
-        steps = range(every, updates + 1, every)
-        return [(step, 10 + step * update, 4 - step / updates + worse) for step in steps]
-
-    monkeypatch.setattr(minutes, "in_new_process", run)
-    flags = ["--peer", str(peer), "--data-dir", str(shards), "--minutes", "1", "--out"]
-    minutes.main([*flags, str(tmp_path / "here")])
-    result = json.loads((tmp_path / "here.json").read_text())
-    assert result["command"].startswith("python -m benchmarks.minutes --peer ")
-    assert turns[:5] == turns[5:10] == turns[10:15] and len(set(turns[:5])) == 3, "in turn"
-    runs = [(run["name"], run["rate"], run["seed"]) for run in result["runs"]]
-    best = [8e-3, 2e-3, 2e-3, 1e-3, 2e-3]  # of the sides, in the order of their first turns
-    pairs = list(zip(result["paces"], best, strict=True))
-    assert runs[11:] == [(*pair, seed) for seed in (1338, 1339) for pair in pairs]
-    assert {tuple(run["points"][-1][:2]) for run in result["runs"]} == {(192, 58.0)}
-    rows = minutes.summarize(result)
-    names = [row["name"] for row in rows]
-    assert names[0] == minutes.OURS and rows[0]["passed"] == 58.0
-    assert sorted(names[1:]) == [
-        "nanoGPT, its README", "nanoGPT, our tokens", minutes.ADAMW, "transformers, our tokens",
-    ], "the best run of each"  # fmt: skip
-    others = [row["others"] for row in rows if "our tokens" in row["name"]]
-    assert rows[1]["rate"] == 2e-3 and others == ["0.001: 4.001, 0.004: 4.002"] * 2
-    assert rows[1]["passed"] == 13.0, "at the first score"
-    assert rows[0]["by_seed"] == "3.000, 3.100, 3.200"
-    assert rows[1]["start"] == pytest.approx(10) and rows[1]["ms"] == pytest.approx(250)
-    [axis] = minutes.plot_minutes(result).axes
-    assert sum(len(line.get_xdata()) == minutes.SCORES for line in axis.lines) == 5
-    low, high = axis.collections[0].get_datalim(axis.transData).intervaly
-    assert (low, high) == pytest.approx((3.0, 4.1375)), "its best seed's end, its worst one's start"
-    assert axis.get_xlim() == pytest.approx((0, 58 / 60))
-    title, _, others = axis.get_title("left").partition(", ")
-    assert title == "Bits per byte after 1 minutes: this repository 3.10"
-    assert sorted(others.split(", ")) == ["nanoGPT 4.10", "transformers 4.10"], "its best run"
-    assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
-
-
-def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
-    shards, monkeypatch, tmp_path
-):
-    asked = []
-    by_adamw = []
-
-    def run(train, updates, rate, seed, scores):
-        """5 s of compilation, then 0.5 s an update."""
-        if train.func is peers.train_here:
-            chosen = parse_command_line(train.args[0])
-            side = asked if chosen.optimizer == "muon" else by_adamw
-            side.append((chosen, updates, rate))
-        steps = range(updates // scores, updates + 1, updates // scores)
-        return [(step, 5 + step / 2, 3 - rate - step / updates) for step in steps]
-
-    monkeypatch.setattr(minutes, "in_new_process", run)
-    flags = ["--data-dir", str(shards), "--minutes", "1", "--seeds", "1", "--out"]
-    race = [*flags, str(tmp_path / "budget-1"), "--recipe=--minutes 1 --weight-decay 0.4"]
-    minutes.main(race)
-    record = tmp_path / "budget-1.json"
-    result = json.loads(record.read_text())
-    chosen, updates, rate = asked[-1]
-    assert updates == 96 == chosen.max_steps, "110 fit, of which 96 are a multiple of 16"
-    assert chosen.weight_decay == 0.4, "as typed"
-    recipe = choose_recipe(96, 1.0, chosen.n_embd, 1.0, {})
-    assert chosen.learning_rate == rate == recipe["learning_rate"]
-    sizes = ("n_layer", "n_embd", "sequence_length", "total_batch_size")
-    assert len({tuple(getattr(c, name) for name in sizes) for c, *_ in asked}) == 1
-    other, *_ = by_adamw[-1]
-    assert replace(chosen, optimizer="adamw", embedding_lr=1.0) == other, "all else is the same"
-    assert [rate for *_, rate in by_adamw[-3:]] == [*minutes.RATES]
-    assert [run["seed"] for run in result["runs"]] == [1337] * 7, "ours, and three rates of two"
-    monkeypatch.setattr(minutes, "fit_sizes", None)
-    minutes.main(race)
-    assert json.loads(record.read_text()) == result and len(asked) == minutes.TURNS + 1
-    with pytest.raises(UserError, match="it is the race of python"):
-        minutes.main([*race, "--minutes", "2"])
-    assert json.loads(record.read_text()) == result, "of hours, perhaps"
-    del result["paces"][minutes.ADAMW]  # in a record of before this side was raced
-    record.write_text(json.dumps(result | dict(runs=result["runs"][:1])))
-    minutes.main(race)
-    assert json.loads(record.read_text())["runs"] == result["runs"]
-    later = json.loads(record.read_text())
-    later["config"]["minutes"] = 3
-    [axis] = minutes.plot_budgets([later, result]).axes
-    assert not axis.get_xticks(minor=True).size, "no ticks but the budgets"
-    assert [line.get_xdata().tolist() for line in axis.lines if len(line.get_xdata()) == 2][:2] == (
-        [[1, 3]] * 2
+    config = parse_command_line([*typed.split(), "--minutes", "1"])
+    sized = with_sizes(config, 10**exponent, vocab_size, processes)
+    more = with_sizes(config, 10 ** (exponent + 1), vocab_size, processes)
+    assert not wrong_sizes(sized, processes)
+    assert sized.batch_size == 0 or "--batch-size" in typed, "a preset's fits other sizes"
+    assert sized.n_embd // sized.n_head >= min(64, sized.n_embd) or "--n-head" in typed
+    assert more.n_layer * more.n_embd**2 >= sized.n_layer * sized.n_embd**2
+    run = with_recipe(sized, 1000, epochs=3)
+    for name, value in zip(*[iter(typed.split())] * 2, strict=True):
+        assert str(getattr(run, name[2:].replace("-", "_"))) == value
+    assert without_effect(parse_command_line(run.as_flags())) == [], "they can be typed"
+    changed = {name for name, value in asdict(run).items() if getattr(sized, name) != value}
+    assert changed <= {"max_steps", "warmup_steps", "learning_rate", "weight_decay"}, (
+        "an update is timed as it will be made"
     )
 
 
-def test_without_a_clone_its_sides_are_left_out_and_a_wrong_one_is_a_sentence(
-    shards, tmp_path, capsys
-):
-    config = MinutesConfig(data_dir=str(shards))
-    flags = minutes.choose_flags(config)
-    assert [*minutes.find_sides(config, flags, tmp_path)] == [
-        minutes.OURS,
-        minutes.ADAMW,
-        minutes.HF,
-    ]
-    assert "nanoGPT is left out" in capsys.readouterr().out
-    for main, flag in ((minutes.main, "--data-dir"), (bench.main, "--against")):
-        value = str(shards) if flag == "--data-dir" else "nanogpt"
-        with pytest.raises(UserError, match="--peer '/nowhere' is no clone of nanoGPT: git clone"):
-            main(["--peer", "/nowhere", flag, value, "--out", str(tmp_path / "none")])
-    assert not os.path.exists(tmp_path / "none.json")
+@given(operations=st.floats(1e9, 1e22), most_tokens=st.floats(100, 1e12))
+def test_the_text_limits_the_sizes_whatever_the_numbers(operations, most_tokens):
+    sizes = choose_sizes(operations, 1024, {}, most_tokens)
+    assert sizes["val_tokens"] <= max(2**16, 0.0151 * most_tokens)
 
 
-def test_the_step_of_nanogpts_model_is_measured_with_its_own_code(peer, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setitem(sys.modules, "model", sys.modules["model"])
-    m = bench.Machine(bench.BenchConfig(device="cpu", model="tiny", batch_size=2, compile=False))
-    options = m.step("", theirs=str(peer), keep_memory=False, dtype=torch.float32).options
-    with start_world("cpu") as world:
-        assert float(peers.training(world, **options)()["loss"]) == pytest.approx(math.log(50304))
+def test_where_launching_limits_the_updates_each_has_more_tokens():
+    plain = choose_sizes(1e16, 4096, {})
+    assert choose_sizes(1e16, 4096, {}, most_updates=1e9) == plain
+    few = choose_sizes(1e16, 4096, {}, most_updates=1000)
+    assert few.pop("total_batch_size") > 4 * plain.pop("total_batch_size")
+    assert few == plain
+
+
+def test_the_time_of_the_reproduction_gives_the_124m():
+    chosen = choose_sizes(8.5e18, 50257, {})
+    assert chosen.items() >= GPT2_SIZES["gpt2"].items()
+    assert (chosen["sequence_length"], chosen["total_batch_size"]) == (1024, 524288)
+
+
+def test_weights_fade_the_faster_the_more_often_a_text_is_read_but_not_within_an_epoch():
+    def fading(epochs, per_token=4.0, **typed):
+        recipe = choose_recipe(2400, epochs, 256, per_token, typed)
+        return recipe["learning_rate"] * recipe["weight_decay"]
+
+    by_epochs = [fading(epochs) for epochs in (0, 1, 4, 12)]
+    assert by_epochs[0] == by_epochs[1] < by_epochs[2] < by_epochs[3], "0.1 at least"
+    most = 2 * 60 / 2400
+    assert fading(60) == pytest.approx(most, rel=0.01), "a factor of e² in an epoch, at most"
+    assert fading(60, per_token=1.0) == pytest.approx(0.3 * most, rel=0.01), "it memorizes less"
+    german = parse_command_line([]).with_chosen(choose_sizes(1.1e14, 2048, {}))
+    assert with_recipe(german, 9490, epochs=20).weight_decay == 0.63, "as docs/minutes.md says"
+    assert fading(12, learning_rate=1e-3) == pytest.approx(by_epochs[3], rel=0.01), "as typed"
+    assert 4 * fading(12, optimizer="adamw") == pytest.approx(by_epochs[3], rel=0.03)
+
+
+def test_printed_flags_can_be_typed_if_a_prompt_begins_with_a_dash():
+    config = parse_command_line(["--sample-prompt=--Anna", "--max-steps=9"])
+    assert parse_command_line(config.as_flags()).sample_prompt == "--Anna"
+
+
+def test_what_a_short_text_limits_is_chosen_for_it(text):
+    long = with_sizes(parse_command_line(["--minutes", "60"]), 1e18, 512, 1)
+    capped = with_sizes(parse_command_line(["--minutes", "60"]), 1e18, 512, 1, most_tokens=1e7)
+    assert long.total_batch_size > 2048 == capped.total_batch_size
+    sizes = choose_sizes(1e18, 512, {}, most_tokens=1e7)
+    tokens = 6 * (12 * sizes["n_layer"] * sizes["n_embd"] ** 2 + 512 * sizes["n_embd"])
+    tokens += 12 * sizes["n_layer"] * sizes["n_embd"] * sizes["sequence_length"]
+    assert sizes == choose_sizes(1e7 * tokens, 512, {}), "for what will be trained"
+    assert sizes["n_embd"] < long.n_embd
+    config = parse_command_line(["--minutes", "60", "--data-dir", str(text)])
+    data = open_data(text, "train", "val")
+    fitted = minutes.fit_sizes(config, World(torch.device("cpu")), data)
+    assert fitted.sequence_length == 64, "of 100"
+
+
+@pytest.fixture
+def text(tmp_path):
+    """So short that --minutes trains on it for a second: it ends after some epochs."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / TOKENIZER_FILE).write_text(train_vocabulary(["a"], 257).json)
+    rng = np.random.default_rng(0)
+    write_shard(tmp_path / "text" / "toy_val_000000.npy", rng.integers(0, 99, 100))
+    write_shard(tmp_path / "text" / "toy_train_000001.npy", rng.integers(0, 99, 200))
+    return tmp_path / "text"
+
+
+SMALL = shlex.split("""--minutes 9 --n-layer 1 --n-embd 16 --sequence-length 16 --no-compile
+    --total-batch-size 32 --device cpu --sample-tokens 2""")
+
+
+def start(text, log_dir, *flags, expect=0, **options):
+    args = ["--data-dir", text, "--log-dir", log_dir, *SMALL, *flags]
+    done = warm_server().run("train_gpt2.py", *args, **options)
+    assert done.returncode == expect, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_path):
+    first = start(text, tmp_path / "a", "--checkpoint-every", 50)
+    [command] = re.findall("the same run again: (.*)", first.stdout)
+    variable, _, script, *flags = shlex.split(command)
+    assert (variable, script) == ("OMP_NUM_THREADS=1", str(ROOT / "train_gpt2.py"))
+    again = warm_server().run("train_gpt2.py", *flags, "--log-dir", tmp_path / "b")
+    assert "minutes:" not in again.stdout
+    configs = [read_records(tmp_path / name, "run")[0]["config"] for name in "ab"]
+    assert {name: configs[0][name] for name in CHOSEN} == {n: configs[1][n] for n in CHOSEN}
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    steps = configs[0]["max_steps"]
+    assert steps == 20 * 11 * 16 // 32, "the text's 11 sequences are read twenty times"
+    assert configs[0]["val_every"] <= steps / 2, "however many updates would have fitted"
+
+    log_dir = tmp_path / "a"
+    checkpoints = sorted(log_dir.glob("ckpt_*"))
+    made = weights_hash(checkpoints[-1])
+    for kept in (1, 0):  # killed after its first checkpoint, before it
+        for path in sorted(log_dir.glob("ckpt_*"))[kept:]:
+            path.rename(tmp_path / f"{path.name} {kept}")
+        log = log_dir / "metrics.jsonl"
+        log.write_text("".join(x for x in log.open() if '"type": "end"' not in x))
+        resumed = start(text, log_dir, "--checkpoint-every", 50, "--resume", "auto")
+        assert "minutes:" not in resumed.stdout, "chooses nothing again"
+        assert losses(log_dir) == losses(tmp_path / "b")
+        assert weights_hash(checkpoints[-1]) == made
+    other = start(text, log_dir, "--resume", "auto", "--minutes", 8, expect=2)
+    assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
+
+    sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / "last")
+    for turn in range(2):
+        start(text, log_dir, "--resume", "auto", **two_ranks())
+        assert read_records(log_dir, "resume")[-1]["batch_size"] == 1, "2 sequences, for two"
+        sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / f"last {turn}")
+    (log_dir / "metrics.jsonl").unlink()
+    lost = start(text, log_dir, "--resume", "auto", expect=2)
+    assert f"{log_dir} has no metrics.jsonl, which says what was chosen" in lost.stderr
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+def test_rank_0_chooses_for_all_and_typed_flags_stay(text, tmp_path, sharding):
+    flags = ("--learning-rate", "0.003", "--val-every", 60, "--sharding", sharding)
+    done = start(text, tmp_path / "log", *flags, **two_ranks())
+    [run] = read_records(tmp_path / "log", "run")
+    assert (run["config"]["learning_rate"], run["config"]["val_every"]) == (0.003, 60)
+    assert len(losses(tmp_path / "log")) == run["config"]["max_steps"]
+    assert f"again: {as_typed('torchrun')} --standalone --nproc_per_node=2 /" in done.stdout
+
+
+@pytest.mark.parametrize("typed, update", [
+    ("", 0.1), ("", 2.0), ("--val-every 20", 0.5), ("--hellaswag-every 90 --sample-every 5", 0.5),
+])  # fmt: skip
+def test_updates_and_evaluations_fill_the_time_that_is_left(typed, update):
+    config = parse_command_line(["--minutes", "3", *typed.split()])
+    schedule = dict(val=(0.7, config.val_every), samples=(0.3, config.sample_every), mine=(20, 90))
+    if "hella" in typed:
+        schedule["hella"] = (20, config.hellaswag_every)
+    steps, times = minutes.divide_time(config, 120, update, schedule)
+    spent, free = steps * update, 0.0
+    for name, (once, every) in schedule.items():
+        is_free = name in ("val", "samples") and minutes.TIMED_FLAGS[name] not in config.typed
+        spent += once * (1 + times if is_free else 1 + steps / every)
+        free += once if is_free else 0
+    assert 120 - 2 * update - 1 < spent <= 120 + 1
+    assert times == 2 or (times <= 10 and times * free <= minutes.EVALUATING * 120)
+
+
+def test_a_time_in_which_no_update_fits_is_a_sentence(text, tmp_path):
+    done = start(text, tmp_path / "log", "--minutes", 1e-6, expect=1)
+    assert "--minutes 1e-06: no ten updates fit the time, after" in done.stderr
+    assert [path.name for path in (tmp_path / "log").iterdir()] == [".lock"], "no run has begun"
+    long = ("--sequence-length", 256, "--total-batch-size", 512)
+    done = start(text, tmp_path / "log", *long, expect=1)
+    assert "256" in done.stderr and "Traceback" not in done.stderr
+    done = start(text, tmp_path / "log", "--warmup-steps", 999, expect=2)
+    assert "--warmup-steps 999: only 110 updates fit the time" in done.stderr
+    done = start(text, tmp_path / "log", "--n-head", 0, expect=2)
+    assert "--n-head 0: it must be at least 1" in done.stderr
+    done = start(tmp_path / "none", tmp_path / "log", expect=2)
+    assert f"does not exist: make it with {as_typed('python')} " in done.stderr
+    assert len(done.stderr.splitlines()) == 1, "nothing about sizes, which are not chosen yet"
+
+
+@pytest.mark.parametrize("flags", [["--minutes=9"], ["--max-steps=2", "--n-head=1"]])
+def test_the_data_are_found_once_a_start(text, tmp_path, monkeypatch, flags):
+    asked = []
+
+    def counted(find):
+        return lambda *of: asked.append(of[-1]) or find(*of)
+
+    for name in ("find_shards", "tokenizer_of_data"):
+        find = counted(getattr(token_files, name))
+        monkeypatch.setattr(token_files, name, find)
+    every = [f for f in SMALL if f not in ("--minutes", "9")]
+    where = [f"--data-dir={text}", f"--log-dir={tmp_path}/log", "--val-tokens=64"]
+    train_gpt2.main([*every, *flags, *where, "--hellaswag-every=0"])
+    assert [*map(str, asked)] == ["train", "val", str(text)]
+
+
+def test_a_gpu_that_is_full_in_the_rehearsal_is_a_sentence(text, tmp_path, monkeypatch):
+    def fill(*_):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(train_gpt2, "make_update", fill)
+    flags = ["--batch-size=2", f"--data-dir={text}", f"--log-dir={tmp_path}/log"]
+    with pytest.raises(UserError, match="micro-batch of 2: add --batch-size 1"):
+        train_gpt2.main([*SMALL, *flags])
+
+
+def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
+    # when two evaluations, then three updates begin and end, and two looks at the clock
+    seconds = iter([0, 9, 9, 10, 10, 30, 30, 31, 31, 31, 32, 36])
+    run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (7, lambda step: None)}))
+    run.world = World(torch.device("cpu"))
+    run.model, run.config = torch.nn.Linear(1, 1), SimpleNamespace(sharding="ddp")
+    run.stop = SimpleNamespace(read_vote=lambda: None)
+    rates = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: next(seconds))
+        paces = minutes.rehearse(run, lambda run, lr: rates.append(lr), until=35)
+    assert paces == (1, {"val": (1, 7)}), "the first ones, of 9 and 20 s, compiled"
+    assert rates == [0, 0, 0]

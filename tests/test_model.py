@@ -11,8 +11,8 @@ from conftest import random_model
 from config import GPT2_SIZES
 from model import GPT, GPTConfig, LinearCrossEntropy
 from optim import decay_groups
-from support.common import UserError
-from support.device import autocast, peak_flops, pick_dtype
+from support.base.errors import UserError
+from support.machine.device import autocast, peak_flops, pick_dtype
 
 transformers = pytest.importorskip("transformers")
 
@@ -279,7 +279,9 @@ def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     seconds = itertools.cycle([2.0, 0.5, 1.0])  # the best one counts
-    monkeypatch.setattr("support.device.time_matmul", lambda device, dtype, n: next(seconds))
+    monkeypatch.setattr(
+        "support.machine.device.time_matmul", lambda device, dtype, n: next(seconds)
+    )
     peaks = [peak_flops(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.float16)]
     flops, sources = zip(*peaks, strict=True)
     if expected:

@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import losses, read_records, run_script, tiny_run, weights_hash
+from conftest import losses, read_records, run_script, settle_in, tiny_run, weights_hash
 
 import train_gpt2
-from config import parse_command_line
-from support import sharding
-from support.device import prepare_device
-from support.distributed import join, start_world
+from support.machine import sharding
+from support.machine.device import prepare_device
+from support.machine.distributed import join, start_world
 
 WAYS = {  # how a run is wrapped, and what then is the type of the model that trains
     "no group": "GPT",
@@ -58,8 +57,7 @@ def train_all(folder: Path, device: str, flags: str) -> None:
             for log_dir, more in (way, []), (f"{way} again", middle):
                 args = tiny_run(folder / "shards", folder / log_dir, flags, *strategy, *more)
                 args = [str(arg) for arg in args]
-                config = parse_command_line(args)
-                train_gpt2.train(config, args, world, began=0.0)
+                train_gpt2.train(settle_in(world, args), args, began=0.0)
     print(*types)
 
 

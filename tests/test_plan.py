@@ -1,4 +1,4 @@
-"""plan.py and support/memory.py: estimates, compared with what runs need."""
+"""plan.py and support/machine/memory.py: estimates, compared with what runs need."""
 
 import json
 import os
@@ -18,11 +18,11 @@ import plan
 from config import NOTES, PRESETS, VOCAB_SIZES, TrainConfig, parse_command_line
 from model import GPT, GPTConfig
 from plan import PlanConfig
-from support import checkpoint
-from support.common import UsageError, UserError
-from support.device import GPUS
-from support.distributed import Stop, start_world
-from support.memory import estimate_memory, fit_batch_size, state_memory
+from support.base.errors import UsageError, UserError
+from support.machine.device import GPUS
+from support.machine.distributed import Stop, start_world
+from support.machine.memory import estimate_memory, fit_batch_size, state_memory
+from support.run import checkpoint
 
 
 def settings(flags: str) -> PlanConfig:
@@ -83,7 +83,7 @@ MEASURE = """
 import sys
 import torch
 from model import GPT, GPTConfig
-from support.device import peak_memory
+from support.machine.device import peak_memory
 
 def resident():
     with open("/proc/self/statm") as file:
@@ -170,8 +170,8 @@ def test_the_planned_micro_batch_is_the_one_that_training_with_fsdp_takes(preset
     config = settings(flags)
     model = plan.model_on_meta(config)
     free = 80e9 - state_memory(model, config, width=2, processes=8)["weights"]
-    monkeypatch.setattr("support.memory.free_memory", lambda device, processes: free)
-    monkeypatch.setattr("support.memory.is_sharded", lambda model: True)
+    monkeypatch.setattr("support.machine.memory.free_memory", lambda device, processes: free)
+    monkeypatch.setattr("support.machine.memory.is_sharded", lambda model: True)
     sizes = dict(size=8, local_size=8, shard_group_size=8)
     world = SimpleNamespace(device=torch.device("cuda"), **sizes, any=bool)
     B = fit_batch_size(model, config, world, torch.bfloat16)
@@ -296,7 +296,7 @@ def test_a_plan_refuses_wrong_settings_in_a_sentence(flags, words):
 def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
     GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path)
     flags = f"--init-from {tmp_path} --sequence-length"
-    planned = facts(f"{flags} 8 --preset gpt2-xl --n-layer 1 --pad-vocab-to 1")
+    planned = facts(f"{flags} 8 --preset gpt2-xl --n-layer 1")
     assert planned["parameters"] == f"{50257 * 8 + 8 * 8 + 12 * 8**2 + 13 * 8 + 2 * 8:,}"
     for more, words in {
         "4096": "know 16 positions, 4096 were asked for",

@@ -1,4 +1,4 @@
-"""What log.py reads, plots.py draws, look_inside.py finds and report.py says."""
+"""What log.py reads, plots.py draws, notebook.py finds and report.py says."""
 
 import dataclasses
 import json
@@ -14,12 +14,11 @@ import torch
 from conftest import ROOT
 from matplotlib.image import imread
 
-import compare
 from config import PRESETS
 from model import GPT, GPTConfig
-from support import look_inside, plots, report
-from support.checkpoint import Progress
-from support.log import (
+from support.machine.distributed import World
+from support.run.checkpoint import Progress
+from support.run.log import (
     LoggedRun,
     open_log,
     read_log,
@@ -28,7 +27,7 @@ from support.log import (
     read_runs,
     records_before,
 )
-from support.resume import command_line
+from support.show import comparison, notebook, plots, report
 
 ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
     "command": "python train_gpt2.py --max-steps 60 --seed 2 --overwrite",
@@ -44,7 +43,7 @@ ABOUT = {  # what the first line of metrics.jsonl says besides the configuration
 def write_run(
     directory, data_dir="data/stdlib", steps=60, hella=True, total=1000, about=ABOUT, **config
 ):
-    """The logs of a run as support.log writes them: a falling loss, evaluated every 20 steps."""
+    """The logs of a run as log.py writes them: a falling loss, evaluated every 20 steps."""
     run = dict(n_layer=12, n_embd=768, total_batch_size=1000, data_dir=data_dir, max_steps=steps)
     run |= config
     model = {name: run[name] for name in ("n_layer", "n_embd")}
@@ -134,14 +133,14 @@ def test_training_gets_its_loss_png_and_nothing_else_is_left_behind(tmp_path, mo
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_loss_can_be_drawn_from_the_first_evaluation_on(tmp_path, steps):
     run = read_run(write_run(tmp_path / "run", steps=steps, hella=False))
-    drawn = labels(plots.plot_by_text(plots.draw_loss, [run]).axes[0])
+    drawn = labels(notebook.plot_by_text(plots.draw_loss, [run]).axes[0])
     assert [label for label in drawn if label.startswith("validation ")]
 
 
 def test_published_baselines_appear_for_their_own_text_and_size(tmp_path):
     def drawn(draw, **config):
         directory = tmp_path / str(len(list(tmp_path.iterdir())))
-        figure = plots.plot_by_text(draw, [read_run(write_run(directory, **config))])
+        figure = notebook.plot_by_text(draw, [read_run(write_run(directory, **config))])
         return " ".join(label for label in labels(figure.axes[0]) if "OpenAI" in label)
 
     edu = dict(data_dir="data/edu_fineweb10B")
@@ -169,7 +168,7 @@ def test_a_picture_begins_at_0_ends_at_the_end_and_says_what_it_is(tmp_path):
 @pytest.mark.parametrize("steps, band", [(3, False), (40, False), (60, True)])
 def test_a_label_stands_where_its_line_ends_and_a_band_has_its_own(tmp_path, steps, band):
     run = read_run(write_run(tmp_path / "run", "edu_fineweb10B", steps=steps))
-    axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
+    axis = notebook.plot_by_text(plots.draw_loss, [run]).axes[0]
     named = [text for text in axis.texts if "deviation" not in text.get_text()]
     assert len(named) == 3
     ends = [line.get_ydata()[-1] for line in axis.lines if len(line.get_ydata())]
@@ -230,7 +229,7 @@ def contrast(a, b):
 def test_a_picture_for_pages_is_always_the_same_bytes_and_reads_on_light_and_dark(tmp_path):
     runs = [read_run(write_run(tmp_path / name)) for name in "abcde"]  # of all colours
     for name in ("1", "2"):
-        figure = plots.plot_by_text(plots.draw_loss, runs)
+        figure = notebook.plot_by_text(plots.draw_loss, runs)
         plots.save_picture(figure, tmp_path / f"{name}.svg")
     svg = (tmp_path / "1.svg").read_text()
     assert (tmp_path / "2.svg").read_text() == svg and len(svg) < 150_000
@@ -251,7 +250,7 @@ def test_all_lines_are_in_view_and_a_first_loss_too_unless_it_is_far_above(first
     steps = list(range(200))
     streams = {"train": (steps, [3.0] * 200), "val": ([0, 100, 200], [first, 3.0, 3.0])}
     run = LoggedRun("tuned", streams, [], {"data_dir": "edu_fineweb10B"})
-    axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
+    axis = notebook.plot_by_text(plots.draw_loss, [run]).axes[0]
     assert 3.292 < axis.get_ylim()[1] < 4, "OpenAI's loss is higher than all of the run's"
     [validation] = [line for line in axis.lines if line.get_color() == plots.RED]
     assert len(validation.get_ydata()) == dots
@@ -262,7 +261,7 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     write_run(tmp_path / "b", data_dir="data/tinyshakespeare")
     write_run(tmp_path / "c", total_batch_size=2000)
     runs = read_runs(str(tmp_path / "*"))
-    stdlib, shakespeare = plots.plot_by_text(plots.draw_loss, runs).axes
+    stdlib, shakespeare = notebook.plot_by_text(plots.draw_loss, runs).axes
     assert (stdlib.get_title("left"), shakespeare.get_title("left")) == (
         "Python's library",
         "Tiny Shakespeare",
@@ -277,10 +276,10 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     plots.draw_loss(shakespeare, [runs[0], unknown])
     assert shakespeare.get_xlabel() == "step", "where a batch is unknown"
     for count, scale in ((1, "linear"), (3, "log")):
-        axes = plots.plot_training(runs[:count]).axes
+        axes = notebook.plot_training(runs[:count]).axes
         scales = [scale, scale, "linear", "linear", "linear"]
         assert [axis.get_yscale() for axis in axes] == scales, "the last: speed, MFU, memory"
-    by_time, _ = plots.plot_by_text(plots.draw_by_time, runs).axes
+    by_time, _ = notebook.plot_by_text(notebook.draw_by_time, runs).axes
     assert by_time.lines[0].get_xdata()[-1] == pytest.approx(60 * 2 / 60) and labels(by_time)
 
 
@@ -290,17 +289,17 @@ def test_a_log_of_build_nanogpt_is_drawn_and_named_once_told(tmp_path):
     untold = read_run(tmp_path / "log")
     told = read_run(tmp_path / "log", data_dir="edu_fineweb10B", total_batch_size=524288)
     for run in (untold, told):
-        axis = plots.plot_by_text(plots.draw_loss, [run]).axes[0]
+        axis = notebook.plot_by_text(plots.draw_loss, [run]).axes[0]
         assert "validation 3.317" in labels(axis)
         assert ("OpenAI's 124M 3.292" in labels(axis)) == (run is told)
 
 
-def arm_of(name, *lasts, recipe=(), **against):
+def arm_of(name, *lasts, settings=(), **against):
     runs = []
     for last in lasts:
         losses = None if last is None else [9, 5, last]
         runs.append(dict(val_loss=last, losses=losses, tokens=[0, 10**6, 2 * 10**6]))
-    return dict(name=name, recipe=dict(recipe), runs=runs, against=against)
+    return dict(name=name, settings=dict(settings), runs=runs, against=against)
 
 
 def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm():
@@ -308,7 +307,7 @@ def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm(
     arms = [arm_of("base", 4, 4), arm_of("better", 2.9, 3.1, **better), arm_of("worse", 4, None)]
     about = dict(config=dict(data_dir="data/stdlib"))
     result = dict(arms=arms, about=about, base=dict(n_layer=2, n_embd=64))
-    losses, differences = compare.plot_comparison(result).axes
+    losses, differences = comparison.plot_comparison(result).axes
     assert losses.get_ylabel() == "validation loss (nats per token)"
     assert losses.get_xlabel().startswith("millions of tokens of Python's library, 2 × 64\n")
     assert [line.get_ydata().tolist() for line in losses.lines] == [[5, 4], [5, 3], [5, 4]]
@@ -323,30 +322,32 @@ def test_a_comparison_has_a_mean_and_a_range_beside_the_differences_of_each_arm(
 def test_no_two_of_nine_arms_look_the_same():
     arms = [arm_of(f"arm {i}", 4 + i, 4 + i) for i in range(9)]
     result = dict(arms=arms, about={}, base=dict(n_layer=2, n_embd=64))
-    lines = compare.plot_comparison(result).axes[0].lines
+    lines = comparison.plot_comparison(result).axes[0].lines
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == 9
 
 
 def test_arms_are_named_by_optimizer_and_rate_if_nothing_else_differs():
     muon = dict(optimizer="muon", learning_rate=8e-3, n_head=2)
     adamw = muon | dict(optimizer="adamw", learning_rate=1.6e-2)
-    assert compare.name_arms([arm_of("base", recipe=muon), arm_of("b", recipe=adamw)]) == [
+    assert comparison.name_arms([arm_of("base", settings=muon), arm_of("b", settings=adamw)]) == [
         "Muon, 8e-3", "AdamW, 1.6e-2",
     ]  # fmt: skip
     for other in (muon, adamw | dict(n_head=4)):
-        arms = [arm_of("a", recipe=muon), arm_of("b", recipe=other)]
-        assert compare.name_arms(arms) == ["a", "b"]
-    arms = [arm_of(f"{n}", recipe=muon | dict(embedding_lr=n)) for n in (1, 4)]
-    arms[1]["recipe"]["learning_rate"] = 4e-3
-    assert compare.name_arms(arms) == ["1", "4"], "their embeddings differ, too"
-    arms[0]["recipe"]["optimizer"] = "adamw"
-    assert compare.name_arms(arms) == ["AdamW, 8e-3", "Muon, 4e-3"], "AdamW has no such rate"
+        arms = [arm_of("a", settings=muon), arm_of("b", settings=other)]
+        assert comparison.name_arms(arms) == ["a", "b"]
+    arms = [arm_of(f"{n}", settings=muon | dict(embedding_lr=n)) for n in (1, 4)]
+    arms[1]["settings"]["learning_rate"] = 4e-3
+    assert comparison.name_arms(arms) == ["1", "4"], "their embeddings differ, too"
+    arms[0]["settings"]["optimizer"] = "adamw"
+    assert comparison.name_arms(arms) == ["AdamW, 8e-3", "Muon, 4e-3"], "AdamW has no such rate"
     found = [(0.1, 0.2, "a"), (0.5, 0.2, "b")]
     unseen = "No difference between a and base can be seen"
-    assert compare.describe_best(found, "base", "nats") == unseen
-    assert compare.describe_best(found[1:], "base", "nats") == "b ends 0.50 ± 0.20 nats above base"
+    assert comparison.describe_best(found, "base", "nats") == unseen
+    assert (
+        comparison.describe_best(found[1:], "base", "nats") == "b ends 0.50 ± 0.20 nats above base"
+    )
     small = "a ends 0.0040 ± 0.0002 nats below base"
-    assert compare.describe_best([(-0.004, 0.0002, "a")], "base", "nats") == small
+    assert comparison.describe_best([(-0.004, 0.0002, "a")], "base", "nats") == small
 
 
 # -- looks into a model
@@ -356,7 +357,7 @@ def test_attention_patterns_are_those_the_model_uses():
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=16, n_layer=2, n_head=2, n_embd=32))
     idx = torch.randint(50257, (1, 7))
-    patterns = torch.from_numpy(look_inside.attention_patterns(model, idx))
+    patterns = torch.from_numpy(notebook.attention_patterns(model, idx))
     assert patterns.shape == (2, 2, 7, 7)
     assert torch.allclose(patterns.sum(-1), torch.ones(2, 2, 7))
     assert patterns.triu(1).eq(0).all()
@@ -371,8 +372,8 @@ def test_attention_patterns_are_those_the_model_uses():
 def test_the_previous_token_head_is_found_and_its_picture_names_every_token():
     patterns = np.full((2, 3, 4, 4), 0.1)
     patterns[1, 2] = np.eye(4, k=-1)
-    assert look_inside.find_previous_token_head(patterns) == (1, 2, 1.0)
-    axis = look_inside.plot_attention(patterns[1, 2], [" a", "\n", "$", "b"], "layer 1").axes[0]
+    assert notebook.find_previous_token_head(patterns) == (1, 2, 1.0)
+    axis = notebook.plot_attention(patterns[1, 2], [" a", "\n", "$", "b"], "layer 1").axes[0]
     assert [label.get_text() for label in axis.get_xticklabels()] == ["␣a", r"\n", r"\$", "b"]
 
 
@@ -439,7 +440,7 @@ def test_the_last_words_are_the_loss_of_text_the_best_checkpoint_and_what_to_run
     quickstart = PRESETS["quickstart"]
     last = Path("log/quickstart/ckpt_000200")
     losses = {"validation, bits per byte": 2.06, "validation, nats per character": 1.428}
-    progress = Progress(best_saved={"step": 180, "loss": 3.1234}, losses=losses)
+    progress = Progress(best={"step": 180, "loss": 3.1234}, losses=losses)
     words = report.last_words(quickstart, last, progress)
     assert "2.060 bits per byte = 1.428 nats per character" in words
     assert "log/quickstart/ckpt_000180, with the lowest validation loss: 3.1234" in words
@@ -469,5 +470,5 @@ def test_printed_commands_can_be_typed_where_the_script_was_started(monkeypatch)
     words = report.last_words(config, Path("log/a b/ckpt_000200"), Progress())
     assert "python '../my code/sample.py' --model 'log/a b/ckpt_000200' --prompt ROMEO:" in words
     assert "python '../my code/fineweb.py' --source my.txt" in words
-    typed = command_line("python", ["--log-dir", "log/a b"])
-    assert typed == "python '../my code/train_gpt2.py' --log-dir 'log/a b'"
+    typed = World(torch.device("cpu")).command(["--log-dir", "log/a b"])
+    assert typed.endswith("python '../my code/train_gpt2.py' --log-dir 'log/a b'")

@@ -16,11 +16,11 @@ from evaluate import Evaluations
 from fineweb import name_after
 from model import GPT, GPTConfig
 from optim import describe_optimizers
-from support import plots, published
-from support.log import LoggedRun, read_run, read_runs
-from support.report import write_report
+from support.run.log import LoggedRun, read_run, read_runs
+from support.show import notebook, plots, published
+from support.show.report import write_report
 
-RECIPE = published.RECIPE | {"data_dir": "edu_fineweb10B"}
+REPRODUCTION = published.REPRODUCTION | {"data_dir": "edu_fineweb10B"}
 ENDS = {  # of each log: its last validation loss and HellaSwag score
     "a_1_epoch": (3.0663, 0.3058),
     "a_shuffled": (3.0619, 0.3025),
@@ -39,21 +39,21 @@ def test_the_published_logs_are_whole_and_read_as_they_are():
         hella = streams["hella"][1][-1] if "hella" in streams else None
         assert (streams["val"][1][-1], hella) == ENDS[run.name]
         assert len(streams["train"][0]) > 400
-    assert {axis.get_title("left") for axis in plots.plot_by_text(plots.draw_loss, raw).axes} == {
-        *ENDS
-    }, "what they trained on is not recorded"
+    assert {
+        axis.get_title("left") for axis in notebook.plot_by_text(plots.draw_loss, raw).axes
+    } == {*ENDS}, "what they trained on is not recorded"
 
 
 def test_published_runs_are_drawn_by_text_with_openais_lines_which_the_recipe_passes():
     runs = plots.published_runs()
-    edu, fineweb = plots.plot_by_text(plots.draw_loss, runs).axes
+    edu, fineweb = notebook.plot_by_text(plots.draw_loss, runs).axes
     assert {"OpenAI's 124M 3.292", "published 3.062 to 3.072"} <= set(labels(edu))
     assert "OpenAI's 124M 3.425" in labels(fineweb) and edu.get_title("left") == "edu_fineweb10B"
-    [scores] = plots.plot_by_text(plots.draw_hellaswag, runs[:4]).axes
+    [scores] = notebook.plot_by_text(plots.draw_hellaswag, runs[:4]).axes
     assert {"OpenAI's GPT-2 124M", "a_1_epoch 0.306", "published 0.302 to 0.307"} <= {
         *labels(scores)
     }
-    table = plots.table_of_runs(runs)
+    table = notebook.table_of_runs(runs)
     assert table["highest HellaSwag, difference"].max() == pytest.approx(0.3074 - 0.2945, abs=1e-4)
     assert table["lowest validation loss, OpenAI's"].tolist() == 4 * [3.2924] + [3.4250]
 
@@ -62,10 +62,10 @@ def test_no_two_of_many_runs_look_the_same():
     steps = list(range(3))
     streams = {"train": (steps, [3.0, 2.0, 1.0])}
     runs = [LoggedRun(f"run {i}", streams, [], {"data_dir": "a"}) for i in range(12)]
-    [axis] = plots.plot_by_text(plots.draw_loss, runs).axes
+    [axis] = notebook.plot_by_text(plots.draw_loss, runs).axes
     looks = {(line.get_color(), line.get_linestyle()) for line in axis.lines}
     assert len(looks) == len(axis.lines) == 12
-    [axis] = plots.plot_by_text(plots.draw_loss, [*runs, *runs]).axes
+    [axis] = notebook.plot_by_text(plots.draw_loss, [*runs, *runs]).axes
     assert len(axis.lines) == 24, "none is left out"
 
 
@@ -76,14 +76,14 @@ def test_runs_of_two_vocabularies_and_runs_that_diverged_are_drawn_as_far_as_the
 
     runs = [trained(300, 3.0, math.nan, math.inf), trained(1024, 4.0, 3.5, 3.0)]
     runs.append(trained(300, math.nan, math.nan, math.nan))
-    axes = plots.plot_by_text(plots.draw_loss, runs).axes
+    axes = notebook.plot_by_text(plots.draw_loss, runs).axes
     assert [axis.get_title("left") for axis in axes] == ["a, 300 tokens", "a, 1,024 tokens"]
     assert all(map(math.isfinite, axes[0].get_ylim()))
-    assert plots.plot_by_text(plots.draw_by_time, []) is None
-    assert plots.plot_training(runs) is None, "of whose speed nothing is known"
+    assert notebook.plot_by_text(notebook.draw_by_time, []) is None
+    assert notebook.plot_training(runs) is None, "of whose speed nothing is known"
 
 
-@pytest.mark.parametrize("changes, is_recipe", [
+@pytest.mark.parametrize("changes, is_reproduction", [
     (asdict(PRESETS["gpt2"]), True),
     (dict(data_dir="data/fineweb-edu-10B"), True),
     (asdict(PRESETS["gpt2-muon"]), False),
@@ -97,11 +97,11 @@ def test_runs_of_two_vocabularies_and_runs_that_diverged_are_drawn_as_far_as_the
     (dict(sequence_length=512), False),
     (dict(init_from="gpt2"), False),
 ])  # fmt: skip
-def test_only_a_run_of_the_recipe_is_laid_beside_the_published_ones(changes, is_recipe):
-    config = RECIPE | changes
-    assert published.is_recipe(config) == is_recipe
-    if is_recipe or (changes.keys() & {"vocab_size", "sequence_length"} and len(changes) == 1):
-        assert published.openai_loss(config) == (3.2924 if is_recipe else None)
+def test_only_a_run_of_the_recipe_is_laid_beside_the_published_ones(changes, is_reproduction):
+    config = REPRODUCTION | changes
+    assert published.is_reproduction(config) == is_reproduction
+    if is_reproduction or {*changes} in ({"vocab_size"}, {"sequence_length"}):
+        assert published.openai_loss(config) == (3.2924 if is_reproduction else None)
 
 
 def test_openais_loss_is_known_in_the_folder_that_fineweb_makes():
@@ -156,7 +156,7 @@ def test_a_validation_line_says_where_the_run_stands(monkeypatch, vocab_size, ch
 
 
 def test_a_run_of_the_recipe_has_the_band_in_its_picture_and_openais_scores_in_its_report(tmp_path):
-    run = write_run(tmp_path / "run", **RECIPE, total=10042)
+    run = write_run(tmp_path / "run", **REPRODUCTION, total=10042)
     losses, scores = plots.plot_run(run).axes
     assert "published 3.062 to 3.072" in labels(losses)
     assert "published 0.302 to 0.307" in labels(scores)
@@ -176,7 +176,7 @@ def test_a_run_of_the_recipe_has_the_band_in_its_picture_and_openais_scores_in_i
 def test_scores_on_few_examples_stand_beside_no_published_ones():
     def scored_on(total: int) -> LoggedRun:
         record = dict(type="hella", step=0, total=total)
-        return LoggedRun("run", {"hella": ([0], [0.9])}, [record], RECIPE)
+        return LoggedRun("run", {"hella": ([0], [0.9])}, [record], REPRODUCTION)
 
     assert published.beside_openai(scored_on(999)) == {}
     best = published.beside_openai(scored_on(1000))

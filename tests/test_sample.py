@@ -15,10 +15,10 @@ from conftest import EOT, random_model
 
 import sample
 from model import GPT, GPTConfig
-from support import generation
-from support.common import UsageError, UserError
-from support.generation import choose, compile_step, pad
-from support.tokenizer import gpt2, train_vocabulary
+from support.base.errors import UsageError, UserError
+from support.text.tokenizer import gpt2, train_vocabulary
+from support.weights import generation
+from support.weights.generation import choose, compile_step, pad
 
 
 def uncached(model: GPT, prompts: list[list[int]], n: int, **how) -> list[list[int]]:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from conftest import (
     random_model,
     run_script,
+    settle_in,
     tiny_run,
     torchrun_variables,
     write_shards,
@@ -30,13 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import optim
 import train_gpt2
-from config import parse_command_line
 from model import MLP
 from optim import clip_gradients
-from support import divergence, sharding
-from support.common import UsageError, UserError
-from support.compile import compile_blocks
-from support.distributed import Stop, World, start_world
+from support.base.errors import UsageError, UserError
+from support.machine import sharding
+from support.machine.compile import compile_blocks
+from support.machine.distributed import Stop, World, start_world
+from support.run import divergence
 from train_gpt2 import train_step
 
 ACCUMULATION = 3
@@ -91,7 +92,7 @@ def build(world: World, strategy: str, checkpointing=False) -> tuple:
     """A model that is sharded and compiled, and its wrapper."""
     torch.compiler.reset()
     raw = random_model(activation_checkpointing=checkpointing)
-    sharding.shard(raw, world, strategy)
+    sharding.place(raw, world, strategy)
     compile_blocks(raw, recompute=True)
     return raw, sharding.wrap(raw, world)
 
@@ -243,13 +244,13 @@ def test_an_update_sends_each_thing_once(way, monkeypatch, no_group):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
 
     strategy, local_size, optimizer = way
-    monkeypatch.setattr("support.distributed.join", join)
+    monkeypatch.setattr("support.machine.distributed.join", join)
     monkeypatch.setattr(sharding, "DistributedDataParallel", HookedDDP)
     for name, value in torchrun_variables(0, 8, local_size).items():
         monkeypatch.setenv(name, value)
     with start_world("cpu") as world:
         raw = random_model()
-        sharding.shard(raw, world, strategy)
+        sharding.place(raw, world, strategy)
         model = sharding.wrap(raw, world)
         optimizers = raw.configure_optimizers(optimizer)
         stop = Stop(world)
@@ -312,7 +313,7 @@ def share_muon() -> None:
     with start_world("cpu") as world:
         for strategy, group in [("ddp", 4), ("zero1", 4), ("fsdp", 4), ("fsdp", 2)]:
             world.shard_group_size = group
-            sharding.shard(sharded := model(), world, strategy)
+            sharding.place(sharded := model(), world, strategy)
             found.append([None] * 4)
             with mock.patch.object(optim, "orthogonalize", wraps=optim.orthogonalize) as made:
                 same = all(map(torch.equal, step_muon(sharded), expected))
@@ -349,12 +350,12 @@ def share_copies() -> None:
             with torch.no_grad():
                 for p in model.parameters():
                     p += world.rank // 2
-            sharding.shard(model, world, strategy)
+            sharding.place(model, world, strategy)
             divergence.refuse_other_copies(model, world, again="never")
             world.local_size = 1 if world.rank == 3 else 3
             with pytest.raises(UsageError, match=f": {world.local_size} of 4 processes"):
-                sharding.shard(random_model(), world, strategy)
-            sharding.shard(random_model(), world, "ddp")  # shares no weights
+                sharding.place(random_model(), world, strategy)
+            sharding.place(random_model(), world, "ddp")  # shares no weights
             world.local_size = 4
 
 
@@ -376,11 +377,12 @@ def refusal(args: list[str], world: World) -> list[str]:
             weights = divergence.local_weights(run.model)["transformer.ln_f.weight"]
             weights.view(torch.int32)[0] ^= 1
 
-    config = parse_command_line(args)
+    settled = settle_in(world, args)
+    config = settled.config
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_gpt2, "evaluate_if_due", evaluate)
         try:
-            train_gpt2.train(config, args, world, began=0.0)
+            train_gpt2.train(settled, args, began=0.0)
         except UserError as error:
             assert "--resume auto" in str(error) and not list(Path(config.log_dir).glob("*ckpt*"))
             return re.findall(r"rank \d", str(error))
@@ -399,8 +401,7 @@ def resume_all(folder: Path, more: list[str]) -> None:
                 log_dir = folder / f"{way}-{name}"
                 flags = tiny_run(folder / "shards", log_dir, TWENTY, *middle, *more)
                 args = [*map(str, flags), "--sharding", strategy]
-                config = parse_command_line(args)
-                train_gpt2.train(config, args, world, began=0.0)
+                train_gpt2.train(settle_in(world, args), args, began=0.0)
                 last = (log_dir / "ckpt_000020" / "model.safetensors").read_bytes()
                 hashes.append(hashlib.sha256(last).hexdigest())
                 middle = ["--resume", log_dir / "ckpt_000010"]

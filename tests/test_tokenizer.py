@@ -13,10 +13,10 @@ from conftest import EOT, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import hf, tokenizer
-from support import sources as texts
-from support.common import UserError
-from support.tokenizer import (
+from support.base.errors import UserError
+from support.text import sources as texts
+from support.text import tokenizer
+from support.text.tokenizer import (
     from_merges,
     gpt2,
     read_tokenizer,
@@ -24,6 +24,7 @@ from support.tokenizer import (
     tokenizer_in,
     train_vocabulary,
 )
+from support.weights import hf
 
 SHAKESPEARE = texts.TINYSHAKESPEARE.read_text()
 SMALL = train_vocabulary([SHAKESPEARE[:200_000]], 600)
@@ -126,8 +127,8 @@ def test_gpt2s_file_is_made_of_the_rank_table_as_any_other_vocabularys_is():
 
 def test_a_vocabulary_is_the_same_with_any_number_of_threads():
     code = (
-        "from support.sources import TINYSHAKESPEARE as path\n"
-        "from support.tokenizer import train_vocabulary\n"
+        "from support.text.sources import TINYSHAKESPEARE as path\n"
+        "from support.text.tokenizer import train_vocabulary\n"
         "print(train_vocabulary([path.read_text()], 2000).sha256)"
     )
     command = [sys.executable, "-c", code]
@@ -235,7 +236,7 @@ def test_each_merge_is_of_two_earlier_tokens():
 
 def test_importing_the_light_files_imports_no_torch():
     code = (
-        "import sys, fineweb, support.tokenizer, support.plots; "
+        "import sys, fineweb, support.text.tokenizer, support.show.plots; "
         "sys.exit('torch' in sys.modules or 'datasets' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

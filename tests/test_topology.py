@@ -30,10 +30,9 @@ from conftest import (
 )
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-from config import TrainConfig
-from support.distributed import join, start_world
-from support.log import open_log
-from support.resume import as_restarted
+from config import TrainConfig, as_resumed
+from support.machine.distributed import join, start_world
+from support.run.log import open_log
 
 # an update of eight sequences, so that 4 ranks have 2 each; a later flag counts more
 EIGHT = "--total-batch-size 128 --max-steps 10 --keep-checkpoints 9"
@@ -137,21 +136,21 @@ def test_a_restart_goes_on_with_the_run_that_its_own_launch_began(
 ):
     def restart(launch: str) -> TrainConfig:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{launch}/attempt_1/0/error.json")
-        return as_restarted(typed, start_world("cpu"))
+        return as_resumed(typed, start_world("cpu").launches(), 1)
 
     typed = TrainConfig(log_dir=str(tmp_path), **flags)
     again = dataclasses.replace(typed, **goes_on)
     assert restart("b") == typed
-    open_log(tmp_path, [{"type": "run", "launch": ["a"]}])
+    open_log(tmp_path, [{"type": "run", "launch": ["a"], "config": {}}])
     (tmp_path / "ckpt_000020").mkdir()
     assert restart("b") == typed, "it was killed before it could begin its own"
     (tmp_path / "ckpt_000020").rmdir()
-    open_log(tmp_path, [{"type": "run", "launch": ["b", "c"]}])
+    open_log(tmp_path, [{"type": "run", "launch": ["b", "c"], "config": {}}])
     assert restart("b") == restart("c") == again, "another node may now be the first"
     (tmp_path / "ckpt_000010").mkdir()
     assert restart("b") == dataclasses.replace(typed, resume="auto", overwrite=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert as_restarted(typed, start_world("cpu")) == typed, "python has no restarts"
+    assert as_resumed(typed, [], 1) == typed, "python has no restarts"
 
 
 OFTEN = (0.2, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0)  # imports take the first two or three
@@ -215,8 +214,8 @@ LATE_ALL_REDUCE = """
 import sys, time
 import torch
 import torch.distributed as dist
-from support.common import run_script
-from support.distributed import start_world
+from support.base.console import run_script
+from support.machine.distributed import start_world
 
 held = []
 

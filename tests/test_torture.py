@@ -20,9 +20,9 @@ from conftest import ROOT, documents, losses, tiny_run, weights_hash, write_shar
 from contract import Done
 from warm import Warm, two_ranks
 
-from support import checkpoint
-from support.log import read_metrics
-from support.report import revision
+from support.run import checkpoint
+from support.run.log import read_metrics
+from support.show.report import revision
 
 RECORD = ROOT / "benchmarks" / "torture.json"
 KINDS = {  # name: flags, processes

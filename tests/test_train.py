@@ -34,6 +34,7 @@ from conftest import (
     random_model,
     read_records,
     run_program,
+    settle_in,
     started,
     tiny_run,
     torchrun_variables,
@@ -51,25 +52,29 @@ from warm import two_ranks
 import evaluate
 import hellaswag
 import train_gpt2
-from config import PRESETS, TrainConfig, check, parse_command_line
+from config import PRESETS, Settled, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
-from support import checkpoint, common, device, divergence, plots, resume
-from support.checkpoint import Progress
-from support.common import UsageError, UserError, as_typed
-from support.compile import why_not_compile
-from support.device import bfloat16_speed, free_memory, pick_dtype
-from support.distributed import Interrupted, Stop, World, start_world
-from support.divergence import MOST_SKIPPED, why_stop
-from support.log import Log, open_log, open_tracker, read_run, records_before
-from support.memory import (
+from support.base.errors import UsageError, UserError
+from support.base.process import as_typed, usable_cores
+from support.machine import device
+from support.machine.compile import why_not_compile
+from support.machine.device import bfloat16_speed, free_memory, pick_dtype
+from support.machine.distributed import Interrupted, Stop, World, start_world
+from support.machine.memory import (
     estimate_memory,
     explain_out_of_memory,
     explaining_memory,
     fit_batch_size,
     runs_out_of_memory,
 )
-from support.resume import args_to_resume, command_line, start_logs
-from support.tokenizer import gpt2
+from support.run import checkpoint, divergence, resume
+from support.run.checkpoint import Progress
+from support.run.divergence import MOST_SKIPPED, why_stop
+from support.run.log import Log, open_log, open_tracker, read_run, records_before
+from support.run.resume import args_to_resume, start_logs
+from support.show import plots
+from support.text.token_files import open_data
+from support.text.tokenizer import gpt2
 from train_gpt2 import build_model, end_diverged, learning_rate, main, report_step, train_step
 
 WORLD = start_world("cpu")
@@ -90,7 +95,7 @@ def test_every_schedule_warms_up_and_then_falls_in_its_way(decay, quarter, warmu
 
 def test_help_has_every_flag_in_order_with_the_values_of_the_preset():
     shown = call("train_gpt2.py", "--preset", "quickstart", "--help").stdout
-    flags = ["--" + field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)]
+    flags = ["--" + name.replace("_", "-") for name in TrainConfig().saved()]
     assert re.findall(r"^│ (--[a-z0-9-]+)", shown, re.MULTILINE) == flags
     groups = [base.__name__ for base in TrainConfig.__mro__[-2:0:-1]]
     assert re.findall(r"^╭─ (\w+) options ─", shown, re.MULTILINE) == groups
@@ -227,7 +232,7 @@ def test_muon_takes_float32_where_the_run_does_and_both_where_it_is_faster(
         sizes.add(n)
         return seconds if dtype == torch.bfloat16 else 1.0
 
-    monkeypatch.setattr("support.device.time_matmul", time_matmul)
+    monkeypatch.setattr("support.machine.device.time_matmul", time_matmul)
     bfloat16_speed.cache_clear()
     assert pick_dtype(torch.device("cpu"))[0] == dtype
     assert (1024 in sizes) == (seconds < 2), "one that is emulated would take seconds"
@@ -399,8 +404,8 @@ def test_an_optimizer_without_a_state_resumes_beside_one_with(tmp_path):
 def test_every_setting_of_the_recipe_reaches_the_run(shards, tmp_path, monkeypatch):
     flags = """--seed 7 --beta1 0.8 --beta2 0.7 --eps 1e-5 --weight-decay 0.2 --grad-clip 0.3
         --optimizer muon --embedding-lr 3"""
-    config = parse_command_line([str(arg) for arg in tiny_run(shards, tmp_path / "log", flags)])
-    run = train_gpt2.build_run(config, [], WORLD, None)
+    args = [str(arg) for arg in tiny_run(shards, tmp_path / "log", flags)]
+    run = train_gpt2.build_run(settle_in(WORLD, args), args)
     assert (run.train_loader.seed, run.train_loader.shuffle) == (7, True)
     adamw, muon = run.optimizers
     matrices, others = adamw.param_groups
@@ -728,13 +733,14 @@ def test_a_best_checkpoint_that_is_gone_or_elsewhere_is_forgotten(
 ):
     if is_there:
         checkpoint.path_of(tmp_path, 2).mkdir()
-    state = Progress(best_saved={"step": 2, "loss": 3.0}).as_saved()
-    state |= dict(optimizer={"state": {}}, scaler={}, config={"val_tokens": val_tokens})
+    state = dataclasses.asdict(Progress(best={"step": 2, "loss": 3.0}))
+    before = dict(val_tokens=val_tokens, max_steps=9)
+    state |= dict(optimizer={"state": {}}, scaler={}, config=before)
     saved = checkpoint.Checkpoint(tmp_path / resumed_from / "ckpt_000003", state, [])
     config = TrainConfig(log_dir=str(tmp_path), val_tokens=99)
     loader = SimpleNamespace(load_state_dict=lambda _: None)
     progress = resume.restore(config, saved, None, [], None, loader)
-    assert progress.best_saved == best
+    assert progress.best == best
 
 
 @pytest.mark.parametrize("name, code, words", [
@@ -807,7 +813,7 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
     memory = SimpleNamespace(total_memory=10**9)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: memory)
     monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
-    monkeypatch.setattr("support.memory.runs_out_of_memory", try_on_the_cpu)
+    monkeypatch.setattr("support.machine.memory.runs_out_of_memory", try_on_the_cpu)
     monkeypatch.setattr(tiny, "forward", with_little_memory)
     for sequences, B in {6: 2, 64: 4}.items():  # it must divide the batch
         config = TrainConfig(sequence_length=16, total_batch_size=sequences * 16)
@@ -840,14 +846,22 @@ def test_a_gpus_memory_grows_in_segments_but_on_wsl_or_if_the_user_says_otherwis
     monkeypatch.setattr("platform.release", lambda: kernel)
     set_by_user = {name: "a:1"} if name else {}
     found = []
-    monkeypatch.setattr("support.device.refuse_old_gpu", lambda device: None)
     monkeypatch.setattr(os, "environ", set_by_user.copy())
-    monkeypatch.setattr("support.device.pick_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr("support.machine.device.pick_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: found.append(os.environ.copy()))
     start_world("cuda")
     ours = {} if "WSL" in kernel else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert found == [set_by_user or ours]
+
+
+def test_a_resumed_run_that_was_deterministic_is_so_again(corpus, tmp_path):
+    train(corpus, tmp_path, "--deterministic --checkpoint-every 6")
+    resumed = train(corpus, tmp_path, "--resume auto --max-steps 7 --checkpoint-every 7")
+    assert "deterministic" not in resumed.stdout
+    train(corpus, tmp_path, "--resume auto --max-steps 8 --no-deterministic")
+    found = [record["config"]["deterministic"] for record in read_records(tmp_path, "resume")]
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("user, nvls", [({}, "0"), ({"NCCL_NVLS_ENABLE": "1"}, "1")])
@@ -859,7 +873,9 @@ def test_deterministic_is_in_force_when_nccls_group_is_made(monkeypatch, user, n
         raise UserError(f"NVLS {os.environ['NCCL_NVLS_ENABLE']}")
 
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
-    monkeypatch.setattr("support.distributed.join", make_group)
+    met = World(torch.device("cpu"))
+    monkeypatch.setattr("support.machine.distributed.meet", lambda: met)
+    monkeypatch.setattr("support.machine.distributed.join", make_group)
     monkeypatch.setattr(os, "environ", torchrun_variables(0, 8, 8) | user)
     with pytest.raises(UserError, match=f"NVLS {nvls}"):
         main(["--deterministic", "--device", "cpu"])
@@ -879,23 +895,6 @@ def test_processes_on_unlike_gpus_train_in_one_dtype(monkeypatch):
     gpu = torch.device("cuda")
     assert pick_dtype(gpu)[0] == torch.bfloat16
     assert pick_dtype(gpu, anywhere=lambda slow: True)[0] == torch.float16, "one is older"
-
-
-@pytest.mark.parametrize("capability, is_known", [((7, 0), False), ((7, 5), True), ((9, 0), True)])
-def test_a_gpu_that_is_too_old_for_this_pytorch_is_told_what_to_install(
-    monkeypatch, capability, is_known
-):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda gpu: "Tesla V100")
-    archs = ["sm_75", "sm_80", "sm_90a", "sm_100", "compute_120", "gfx90a"]
-    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
-    if is_known:
-        device.refuse_old_gpu(torch.device("cuda"))
-        return
-    with pytest.raises(
-        UserError, match=r"V100 has compute capability 7\.0, and .* is for 7\.5 and newer"
-    ):
-        device.refuse_old_gpu(torch.device("cuda"))
 
 
 def test_a_gpu_that_is_full_while_a_nan_is_looked_for_is_a_sentence(run_dir, corpus, monkeypatch):
@@ -922,16 +921,12 @@ def test_why_nothing_is_compiled_is_the_compilers_own_last_line(monkeypatch, own
     assert why_not_compile(torch.device("cpu")).rstrip().endswith(shown)
 
 
-def test_a_cache_that_cannot_be_made_and_cores_that_are_not_ours(monkeypatch, tmp_path):
+def test_processes_share_the_cores_that_are_theirs(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
     threads = []
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     device.claim_device("cpu", 0, 2)
     assert threads == [1], "a half of the three that this process may use"
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with pytest.raises(UserError, match=r"no directory for its cache .*: set TORCHINDUCTOR"):
-        device.claim_device("cpu", 0, 1)
 
 
 @pytest.mark.parametrize("limit, cores", [("max 100000", 8), ("150000 100000", 2), (None, 8)])
@@ -940,13 +935,13 @@ def test_a_containers_limit_counts_as_usable_cores(monkeypatch, tmp_path, limit,
     if limit:
         file.write_text(f"{limit}\n")
     threads = []
-    monkeypatch.setattr("support.common.Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr("support.base.process.Path", lambda path: tmp_path / Path(path).name)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     device.pick_device("cpu")
-    assert common.usable_cores() == cores and threads == [2] * (cores == 2)
+    assert usable_cores() == cores and threads == [2] * (cores == 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     device.pick_device("cpu")
     assert len(threads) == (cores == 2), "what one types is taken"
@@ -972,7 +967,7 @@ def test_the_micro_batch_stays_within_half_of_a_cpus_free_memory(tiny, monkeypat
     config = TrainConfig(sequence_length=32, total_batch_size=64 * 32)
     parts = estimate_memory(tiny, config, B, width=4, device="cpu")
     free = 2 * (sum(parts.values()) - parts["weights"])  # the weights are there already
-    monkeypatch.setattr("support.memory.free_memory", lambda device, _: free)
+    monkeypatch.setattr("support.machine.memory.free_memory", lambda device, _: free)
     assert fit_batch_size(tiny, config, start_world("cpu"), torch.float32) == B
     free -= 1
     assert fit_batch_size(tiny, config, start_world("cpu"), torch.float32) == max(1, B // 2)
@@ -987,7 +982,7 @@ def test_a_containers_limit_counts_as_free_memory(monkeypatch, tmp_path, limit, 
         files["memory.stat"] = "anon 1\ninactive_file 500000\n"
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr("support.common.Path", lambda path: tmp_path / Path(path).name)
+    monkeypatch.setattr("support.base.process.Path", lambda path: tmp_path / Path(path).name)
     assert free_memory(torch.device("cpu")) == free
     assert free_memory(torch.device("cpu"), 2) == free // 2, "two processes share the machine"
     (tmp_path / "meminfo").unlink()  # macOS has none
@@ -1090,7 +1085,7 @@ def test_a_run_goes_on_after_an_overflow_but_not_after_many_or_a_nan(
 
 
 def test_overflows_in_a_row_are_counted_and_a_checkpoint_keeps_the_count(monkeypatch):
-    run = Mock(config=TrainConfig(), progress=Progress(best_saved={"loss": 3.0}), last_save_time=0)
+    run = Mock(config=TrainConfig(), progress=Progress(best={"loss": 3.0}), last_save_time=0)
     run.train_loader.B = run.world.size = run.world.rank = 1
     counts = []
     for skipped in (False, True, True, False, True, True, True):
@@ -1099,8 +1094,7 @@ def test_overflows_in_a_row_are_counted_and_a_checkpoint_keeps_the_count(monkeyp
         train_gpt2.make_update(run, lr=1e-3)
         counts.append(run.progress.skipped_in_a_row)
     assert counts == [0, 1, 2, 0, 1, 2, 3]
-    saved = run.progress.as_saved()
-    assert Progress.from_saved(saved) == run.progress
+    saved = dataclasses.asdict(run.progress)
     assert saved["best"] == {"loss": 3.0} and "lower" in saved, "as older checkpoints have it"
 
 
@@ -1160,14 +1154,14 @@ def test_the_command_to_resume_is_the_command_that_was_given(end, monkeypatch):
 def test_the_command_has_the_launcher_of_so_many_processes_on_so_many_nodes(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # this Python is not below it
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py"])
-    monkeypatch.setattr("support.distributed.join", lambda world: None)
+    monkeypatch.setattr("support.machine.distributed.join", lambda world: None)
     for size, local, launcher in [
         (1, 1, "python train_gpt2.py"),
         (8, 8, "torchrun --standalone --nproc_per_node=8 train_gpt2.py"),
         (8, 4, "torchrun --nnodes=2 --nproc_per_node=4 --rdzv_backend=c10d"),
     ]:
         monkeypatch.setattr(os, "environ", torchrun_variables(0, size, local))
-        assert command_line(start_world("cpu").launcher, ["--seed", "1"]).startswith(launcher)
+        assert start_world("cpu").command(["--seed", "1"]).startswith(launcher)
 
 
 ALL = torchrun_variables(1, 2, 2)
@@ -1222,8 +1216,9 @@ def test_rank_0_reports_a_mistake_and_the_others_let_it_end_first(rank, monkeypa
     monkeypatch.setattr("time.sleep", slept.append)
     for name, value in torchrun_variables(rank, 2, 2).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("support.distributed.join", lambda world: None)
+    monkeypatch.setattr("support.machine.distributed.join", lambda world: None)
     monkeypatch.setattr(World, "broadcast", lambda world, value: value)
+    monkeypatch.setattr(World, "any", lambda world, flag: flag)
     monkeypatch.setattr(World, "launches", lambda world: [])
     with pytest.raises(UsageError, match="--val-tokens 0: it must be at least 1"):
         main(["--val-tokens", "0"])
@@ -1262,8 +1257,9 @@ def test_wandb_and_trackio_continue_the_same_run_and_an_overwritten_one_is_anoth
     config = TrainConfig(log_dir=str(run_dir), resume="auto", tracker="wandb")
     begun = read_records(run_dir, "run")[0] | {"model": {}}
     open_tracker("wandb", run_dir, begun, 0, begun["time"])
-    start_logs(config, WORLD, checkpoint.find([run_dir / "ckpt_000004"], WORLD), about)
-    start_logs(dataclasses.replace(config, overwrite=True), WORLD, None, about)
+    found = checkpoint.find([run_dir / "ckpt_000004"], WORLD)
+    start_logs(config, WORLD, found, Progress(), about)
+    start_logs(dataclasses.replace(config, overwrite=True), WORLD, None, Progress(), about)
     first, resumed, other = [call.kwargs for call in service.init.call_args_list]
     assert first["id"] == resumed["id"] != other["id"]
     assert {call["resume"] for call in (first, resumed, other)} == {"allow"}
@@ -1283,10 +1279,10 @@ def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
     monkeypatch.setitem(sys.modules, "wandb", service)
     about = {"config": {}, "model": {}}
     with pytest.raises(ConnectionError):
-        start_logs(config, WORLD, None, about)
+        start_logs(config, WORLD, None, Progress(), about)
     assert len(checkpoint.checkpoints(run_dir)) == 3
     service.init.side_effect = None
-    start_logs(config, WORLD, None, about)
+    start_logs(config, WORLD, None, Progress(), about)
     assert not checkpoint.checkpoints(run_dir)
     assert not (run_dir / "report.md").exists(), "it was about the old run"
 
@@ -1402,11 +1398,12 @@ def test_a_typed_size_that_the_files_contradict_is_refused(tiny, tmp_path, flags
     args = [*flags.split(), "--sequence-length=16", f"--init-from={tmp_path}/model"]
     args.append(f"--data-dir={tmp_path}")  # not what make quickstart leaves here
     config = parse_command_line([*args, "--no-compile"])
+    settled = Settled(config, WORLD, open_data(tmp_path), None)
     if has:
         with pytest.raises(UserError, match=rf"model {has} leave these flags out.* from scratch$"):
-            build_model(config, WORLD, torch.float32)
+            build_model(settled, torch.float32)
     else:
-        assert build_model(config, WORLD, torch.float32).config.n_layer == 2
+        assert build_model(settled, torch.float32).config.n_layer == 2
 
 
 def test_eval_only_prints_what_training_does_and_writes_nothing(corpus, tmp_path, monkeypatch):

@@ -22,10 +22,11 @@ from config import parse_command_line
 from fineweb import Config, make_shards
 from hellaswag import render_example
 from model import GPT
-from support import sources
-from support.common import UserError
-from support.token_files import find_shards
-from support.tokenizer import gpt2, read_tokenizer, tokenizer_of_data, train_vocabulary
+from support.base.errors import UserError
+from support.text import sources
+from support.text.manifest import verify_shards
+from support.text.token_files import find_shards
+from support.text.tokenizer import gpt2, read_tokenizer, tokenizer_of_data, train_vocabulary
 
 GREEK = "".join(f"Το πλοίο αριθμός {n} έφυγε από το λιμάνι το πρωί με άνεμο.\n" for n in range(900))
 JAPANESE = "".join(
@@ -271,7 +272,7 @@ def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_
         with pytest.raises(UserError, match="is missing or not the one that made the shards"):
             tokenizer_of_data(folder)
         with pytest.raises(UserError, match="is missing or not the one that made the shards"):
-            fineweb.verify_shards(folder)
+            verify_shards(folder)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def serve() -> None:
     """Reads jobs from stdin, one per line. Prints the process's number, later its exit code."""
     for name in ("torch._inductor.compile_fx", "transformers", "hellaswag", "train_gpt2"):
         importlib.import_module(name)
-    from support.tokenizer import gpt2
+    from support.text.tokenizer import gpt2
 
     _ = gpt2().encoding
     for line in sys.stdin:

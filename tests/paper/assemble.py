@@ -10,7 +10,7 @@ import torch
 import triton
 from torch._inductor.codecache import PyCodeCache
 
-from support.common import first_line
+from support.base.errors import first_line
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, parse_command_line
 from model import GPT, GPTConfig
-from support import distributed, sharding
-from support.distributed import Stop, start_world
+from support.machine import distributed, sharding
+from support.machine.distributed import Stop, start_world
 from train_gpt2 import build_optimizers, train_step
 
 # -- the table: how many of each kind an update of 2 micro-steps makes, and their bytes. The bytes
@@ -96,7 +96,7 @@ def make_updates(config: TrainConfig, nodes: int) -> list[dict]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     world = start_world("cpu")
     model = GPT(GPTConfig(**GPTConfig.fields_from(config)))
-    sharding.shard(model, world, config.sharding)
+    sharding.place(model, world, config.sharding)
     trained = sharding.wrap(model, world)
     optimizers = build_optimizers(config, model, torch.bfloat16)
     x, y = torch.zeros(2, 1, 16, dtype=torch.int64)

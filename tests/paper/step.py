@@ -29,18 +29,18 @@ from torch.utils.flop_counter import flop_registry
 import hellaswag
 from config import TrainConfig, parse_command_line
 from model import GPT, GPTConfig
-from support import sharding
-from support.compile import compile_model
-from support.device import autocast, evaluation_mode, prepare_device
-from support.distributed import Stop, World, start_world
-from support.memory import estimate_memory
+from support.machine import sharding
+from support.machine.compile import compile_model
+from support.machine.device import autocast, evaluation_mode, prepare_device
+from support.machine.distributed import Stop, World, start_world
+from support.machine.memory import estimate_memory
 from train_gpt2 import build_optimizers, start_device, train_step
 
 # Operations that launch nothing: they allocate, or look at memory in another way.
 VIEWS = (
     " _reshape_alias _unsafe_view alias as_strided detach device empty empty_like empty_strided "
-    "expand lift_fresh permute reshape resize_ select set_ slice split split_with_sizes squeeze "
-    "sym_size sym_stride t transpose unbind unsqueeze view "
+    "expand is_pinned lift_fresh permute reshape resize_ select set_ slice split split_with_sizes "
+    "squeeze sym_size sym_stride t transpose unbind unsqueeze view "
 )
 SYNCS = ("_local_scalar_dense", "equal", "masked_select", "nonzero")  # the CPU waits for them
 
@@ -183,7 +183,7 @@ def build(config: TrainConfig, world: World) -> dict[str, Callable[[], Any]]:
     dtype, _ = start_device(config, world)
     with LEDGER, world.device:
         model = FakeGPT(GPTConfig(**GPTConfig.fields_from(config)))
-        sharding.shard(model, world, config.sharding)
+        sharding.place(model, world, config.sharding)
     how = compile_model(model, world.device, config.compile)
     if how != "compiled":
         raise RuntimeError(how)

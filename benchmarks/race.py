@@ -1,0 +1,312 @@
+"""The same minutes: who has the lowest loss on held-out text when the time is up?
+
+git clone https://github.com/karpathy/nanoGPT ../nanoGPT
+python -m benchmarks.race --peer ../nanoGPT
+python -m benchmarks.race --peer ../nanoGPT --minutes 1 --ours="--minutes 1" --seeds 1
+
+On the CPU, nanoGPT, transformers and this repository train on one text, each in a process of its
+own. First they take turns with short runs, because the machine's speed changes: the medians say how
+long compiling and an update take, and how many updates fit the time. So a run's clock starts with
+its first update, whatever the machine does meanwhile. Scores are in bits per byte of all held-out
+text, because the sides' tokens differ. The rate that is best with the first seed is trained with
+the others, too, and counts by the mean. To continue, repeat the command.
+"""
+
+import json
+import math
+import os
+import pickle
+import shlex
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+
+import minutes
+from benchmarks import peers, tables
+from config import parse_command_line
+from model import DataLoaderLite
+from support.base.console import run_script, say
+from support.base.errors import UserError
+from support.base.files import write_whole
+from support.base.flags import Positive, Range, drop_flags, parse_flags
+from support.machine.device import keep_to_limit, pick_dtype
+from support.machine.distributed import start_world
+from support.show import plots, report
+from support.text.token_files import find_shards, open_data
+from support.text.tokenizer import tokenizer_of_data
+
+TRIAL = 160  # updates of a side's short runs; nanoGPT's settings have 100 of warm-up
+TURNS = 3  # short runs of each side
+SCORES = 16  # of a long run
+RATES = (1e-3, 2e-3, 4e-3)  # the best counts
+SEEDS = (1337, 1338, 1339)  # the first one chooses the rate
+THIS_REPOSITORY = "this repository"
+ADAMW = "this repository, AdamW"  # as the peers: it tells what Muon adds
+HF = "transformers, our tokens"
+A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
+LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
+# {name: the function that trains with some updates at a learning rate and a seed, rates to try}
+Sides = dict[str, tuple[Callable, tuple]]
+# nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
+MACBOOK = """config/train_shakespeare_char.py --compile=False --block_size=64 --batch_size=12
+    --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"""
+
+
+@dataclass(frozen=True)
+class MinutesConfig:
+    """Trains each side on the same text for the same time."""
+
+    peer: str = ""  # a clone of nanoGPT; without it, its two sides are left out
+    data_dir: str = "data/tinyshakespeare"  # shards by fineweb.py
+    minutes: Positive = 3.0  # of training, for each run
+    # this repository's flags, typed as --ours="--preset laptop"; the others take its sizes. With
+    # --ours="--minutes 3", its rule chooses sizes, and a recipe for the updates that fit
+    ours: str = "--preset quickstart"
+    seeds: Annotated[int, Range(1, 3)] = 3
+    out: str = "log/minutes"  # the results go to OUT.json and OUT.png
+
+
+def write_tokens(folder: Path, splits: list[np.ndarray], sizes: list[int]) -> Path:
+    """A directory for nanoGPT. sizes: bytes of each token, for `score`."""
+    folder.mkdir(exist_ok=True)
+    for name, tokens in zip(("train", "val"), splits, strict=True):
+        tokens.astype(np.uint16).tofile(folder / f"{name}.bin")
+    (folder / "meta.pkl").write_bytes(pickle.dumps(dict(vocab_size=len(sizes), sizes=sizes)))
+    return folder
+
+
+def choose_flags(config: MinutesConfig) -> list[str]:
+    """This repository's flags; with --minutes, sizes for the operations that fit here."""
+    flags = [*shlex.split(config.ours), f"--data-dir={config.data_dir}"]
+    settings = parse_command_line(flags)
+    if not settings.minutes:
+        return flags
+    data = open_data(settings.data_dir, "train", "val")
+    return minutes.fit_sizes(settings, start_world("cpu"), data).as_flags()
+
+
+def schedule(flags: list[str], updates: int, typed: frozenset[str]) -> list[str]:
+    """The same sizes, with the recipe of --minutes for so many updates, but for what was typed."""
+    settings = replace(parse_command_line(flags), typed=typed)  # all else may be chosen again
+    loader = DataLoaderLite(settings.data_dir, "train", 1, settings.sequence_length)
+    epochs = updates * settings.total_batch_size / loader.epoch_tokens
+    return minutes.with_recipe(settings, updates, epochs).as_flags()
+
+
+def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
+    """flags: this repository's, from choose_flags."""
+    settings = parse_command_line(flags)
+    tokenizer = tokenizer_of_data(config.data_dir)
+    splits = [find_shards(Path(config.data_dir), split) for split in ("train", "val")]
+    tokens = [np.concatenate([p for shard in split for p in shard.read_all()]) for split in splits]
+    ours = write_tokens(folder / "tokens", tokens, tokenizer.sizes.tolist())
+    hf = (partial(peers.train_transformers, settings, ours), RATES)
+    sides: Sides = {
+        THIS_REPOSITORY: (partial(peers.train_here, flags, ours), (settings.learning_rate,))
+    }
+    adamw = [*drop_flags(flags, "--embedding-lr"), "--optimizer=adamw"]
+    sides[ADAMW] = (partial(peers.train_here, adamw, ours), RATES)
+    if not config.peer:
+        say("nanoGPT is left out: name a clone of https://github.com/karpathy/nanoGPT with --peer")
+        return sides | {HF: hf}
+    texts = [tokenizer.encoding.decode_bytes(t[t != tokenizer.eot].tolist()) for t in tokens]
+    letters, text = np.unique(np.frombuffer(b"".join(texts), np.uint8), return_inverse=True)
+    characters = np.split(text, [len(texts[0])])  # of ASCII; else the bytes of UTF-8
+    theirs = write_tokens(folder / "characters", characters, [1] * len(letters))
+    T = settings.sequence_length
+    same = f"""--batch_size={settings.total_batch_size // T} --block_size={T} --dropout=0.0
+        --n_layer={settings.n_layer} --n_head={settings.n_head} --n_embd={settings.n_embd}
+        --gradient_accumulation_steps=1 --warmup_iters={settings.warmup_steps}
+        --compile={settings.compile}"""
+    train = partial(peers.train_nanogpt, peers.find_nanogpt(config.peer))
+    sides["nanoGPT, our tokens"] = (partial(train, same, ours), RATES)
+    sides["nanoGPT, its README"] = (partial(train, MACBOOK, theirs), RATES[:1])
+    return sides | {HF: hf}
+
+
+def pace(points: list[peers.Point]) -> tuple[float, float]:
+    """Seconds of an update, and how many more the first one took: it compiles."""
+    (first, began, _), *_, (last, ended, _) = points
+    update = (ended - began) / (last - first)
+    return update, max(0.0, began - first * update)
+
+
+def find_paces(sides: Sides) -> dict[str, list[float]]:
+    """Each side's median pace of short runs, which take turns: the machine's speed changes."""
+    paces: dict[str, list] = {name: [] for name in sides}
+    for _ in range(TURNS):
+        for name, (train, rates) in sides.items():
+            paces[name].append(pace(in_new_process(train, TRIAL, rates[0], SEEDS[0], 2)))
+            say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
+    return {name: np.median(paces[name], axis=0).tolist() for name in sides}
+
+
+def race(config: MinutesConfig, command: str) -> dict:
+    """Trains each side at its rates. OUT.json and OUT.png always have all runs so far."""
+    record = Path(f"{config.out}.json")
+    dtype, _ = pick_dtype(torch.device("cpu"))
+    result = report.describe_run(asdict(config), start_world("cpu"), dtype, 0, command)
+    result["runs"] = []
+    if record.exists():
+        found = json.loads(record.read_text())
+        if found["config"] | dict(seeds=0) != result["config"] | dict(seeds=0):
+            kept = f"it is the race of {found['command']}"
+            raise UserError(f"--out {config.out}: {kept}; choose another")
+        result = found
+        say(f"{record}: going on with revision {found['git']}'s race; for a new one, another --out")
+    with tempfile.TemporaryDirectory() as folder:
+        result["flags"] = result.get("flags") or choose_flags(config)
+        sides = find_sides(config, result["flags"], Path(folder))
+        paces = result.setdefault("paces", {})
+        if new := {name: side for name, side in sides.items() if name not in paces}:
+            paces |= find_paces(new)
+            settings = parse_command_line(shlex.split(config.ours))
+            if settings.minutes and THIS_REPOSITORY in new:
+                updates = fit(config, *paces[THIS_REPOSITORY])
+                result["flags"] = schedule(result["flags"], updates, settings.typed)
+                sides = find_sides(config, result["flags"], Path(folder))
+            write_whole(record, json.dumps(result, indent=1).encode())
+        while missing := find_missing(sides, result["runs"], SEEDS[: config.seeds]):
+            name, rate, seed = missing
+            update, start = paces[name]
+            updates = fit(config, update, start)
+            scores = in_new_process(sides[name][0], updates, rate, seed, SCORES)
+            points = [(n, start + n * update, bits) for n, _, bits in scores]
+            result["runs"].append(dict(name=name, rate=rate, seed=seed, points=points))
+            write_whole(record, json.dumps(result, indent=1).encode())
+            plots.save_picture(plot_minutes(result), record.with_suffix(".png"))
+    return result
+
+
+def fit(config: MinutesConfig, update: float, start: float) -> int:
+    """How many updates fit, a multiple of SCORES. Takes the seconds of one and of compiling."""
+    return max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
+
+
+def find_missing(sides: Sides, runs: list[dict], seeds: tuple) -> tuple[str, float, int] | None:
+    """The name, rate and seed of the next run; None if there are all."""
+    done = [(run["name"], run["rate"], run["seed"]) for run in runs]
+    tuning = ((name, rate, SEEDS[0]) for name, (_, rates) in sides.items() for rate in rates)
+    # asked only when all of the tuning is done
+    judging = ((name, tried(runs, name)[0]["rate"], seed) for seed in seeds[1:] for name in sides)
+    return next((run for run in chain(tuning, judging) if run not in done), None)
+
+
+def tried(runs: list[dict], name: str) -> list[dict]:
+    """A side's runs with the first seed, the best rate first."""
+    own = [run for run in runs if run["name"] == name and run["seed"] == SEEDS[0]]
+    return sorted(own, key=lambda run: run["points"][-1][2])
+
+
+def in_new_process(train: Callable, *arguments: float) -> list[peers.Point]:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = cache  # no compiled code of earlier runs
+        with get_context("spawn").Pool(1, keep_to_limit) as pool:
+            return pool.apply(train, arguments)
+
+
+COLUMNS = {  # heading and format
+    "name": ("", ""),
+    "rate": ("rate", "g"),
+    "updates": ("updates", ",d"),
+    "ms": ("ms", ",.0f"),
+    "start": ("compiling s", ".0f"),
+    "seconds": ("seconds", ".0f"),
+    "bits": ("bits per byte", ".3f"),
+    "by_seed": ("by seed", ""),
+    "others": ("at other rates", ""),
+    "passed": ("we reach it after s", ".0f"),
+}
+
+
+def summarize(result: dict) -> list[dict]:
+    """A row for the best rate of each side, with means of its seeds; the lowest loss first."""
+    rows = []
+    for name in dict.fromkeys(run["name"] for run in result["runs"]):
+        best, *worse = tried(result["runs"], name)
+        side = (name, best["rate"])
+        seeds = [run for run in result["runs"] if (run["name"], run["rate"]) == side]
+        curves = np.array([run["points"] for run in seeds])  # (seeds, scores, 3)
+        points = curves.mean(0)
+        updates, seconds, bits = points[-1]
+        update, start = pace(points)
+        by_seed = ", ".join(f"{bits:.3f}" for bits in curves[:, -1, 2])
+        others = ", ".join(f"{run['rate']:g}: {run['points'][-1][2]:.3f}" for run in worse)
+        row = dict(updates=int(updates), ms=1000 * update, start=start, seconds=seconds, bits=bits)
+        row |= dict(by_seed=by_seed, others=others, points=points)
+        row["range"] = (curves[:, :, 2].min(0), curves[:, :, 2].max(0))
+        rows.append(best | row)
+    ours = next(row["points"] for row in rows if row["name"] == THIS_REPOSITORY)
+    for row in rows:
+        row["passed"] = min((s for _, s, bits in ours if bits <= row["bits"]), default=None)
+    return sorted(rows, key=lambda row: row["bits"])
+
+
+def plot_minutes(result: dict) -> Any:
+    """Bits per byte by minutes: mean and range of each side's seeds. Bars: its compilation."""
+    figure, [axis] = plots.new_figure(1, 1)
+    plots.draw_levels(axis, LEVELS.get(Path(result["config"]["data_dir"]).name, {}))
+    names = dict.fromkeys(run["name"] for run in result["runs"])
+    colors = dict(zip(names, plots.COLORS, strict=False))
+    summary = summarize(result)
+    for i, row in enumerate(summary):
+        _, seconds, scores = row["points"].T
+        style = dict(color=colors[row["name"]], clip_on=False)
+        label = f"{row['name']} {row['bits']:.3f}"
+        axis.plot(seconds / 60, scores, "o-", ms=3, label=label, **style)
+        axis.fill_between(seconds / 60, *row["range"], alpha=0.25, linewidth=0, **style)
+        foot = dict(transform=axis.get_xaxis_transform(), linewidth=3, solid_capstyle="butt")
+        axis.plot([0, row["start"] / 60], [0.02 + 0.025 * i] * 2, **foot, **style)
+    best: dict[str, float] = {}
+    for row in summary:  # the lowest first
+        best.setdefault(row["name"].partition(",")[0], row["bits"])
+    shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
+    axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
+    text = plots.name_text(result["config"], "text")
+    axis.set_ylabel(f"bits per byte of held-out {text}\n(its compressed size; plain text has 8)")
+    plots.label_x(axis, "minutes of training (updates × the time of one)")
+    plots.label_lines(axis)
+    axis.text(0.02, 0.14, "compiling", transform=axis.transAxes)
+    return figure
+
+
+def plot_budgets(races: list[dict]) -> Any:
+    """Final bits per byte by minutes, a line for each side: mean and range of its seeds."""
+    figure, [axis] = plots.new_figure(1, 1)
+    ends: dict[str, list] = {}
+    for race in sorted(races, key=lambda race: race["config"]["minutes"]):
+        for row in summarize(race):
+            low, high = (float(bound[-1]) for bound in row["range"])
+            end = (race["config"]["minutes"], row["bits"], row["bits"] - low, high - row["bits"])
+            ends.setdefault(row["name"], []).append(end)
+    for (name, found), color in zip(ends.items(), plots.COLORS, strict=False):
+        minutes, bits, *error = np.array(found).T
+        axis.errorbar(minutes, bits, error, marker="o", ms=4, color=color, clip_on=False)
+        axis.lines[-1].set_label(f"{name} {bits[-1]:.3f}")
+    text = plots.name_text(races[0]["config"], "text")
+    axis.set(xscale="log", ylabel=f"bits per byte of held-out {text}")
+    budgets = sorted({race["config"]["minutes"] for race in races})
+    axis.set_xticks(budgets, [f"{minutes:g}" for minutes in budgets])
+    axis.minorticks_off()
+    axis.set_xlabel("minutes of training, each run with a schedule of its own")
+    axis.set_title("Who ends lower?")
+    plots.label_lines(axis)
+    return figure
+
+
+def main(args: list[str]) -> None:
+    config = parse_flags(MinutesConfig, args)
+    result = race(config, shlex.join(["python", "-m", "benchmarks.race", *args]))
+    print(f"\n{tables.format_table(summarize(result), COLUMNS)}\n\nplot: {config.out}.png")
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,1 @@
+"""What computes: devices, processes that share the work, memory, compiled code."""

@@ -1,0 +1,1 @@
+"""A run over time: its logs, checkpoints, resuming, divergence."""

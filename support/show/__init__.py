@@ -1,0 +1,1 @@
+"""What is shown of runs: pictures, tables, reports, others' published figures."""
