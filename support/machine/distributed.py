@@ -42,16 +42,16 @@ def start_world(device: str = "auto") -> World:
     """Joins the processes that torchrun started, each with its own device: see claim_device."""
     numbers = read_numbers()
     claimed = claim_device(device, numbers.get("local_rank", 0), numbers.get("local_size", 1))
-    world = World(claimed, **numbers)
-    if numbers:
-        join(world)
-    return world
+    return make_world(claimed, numbers)
 
 
 def meet() -> World:
     """The same processes over gloo alone, before any of them has touched a GPU."""
-    numbers = read_numbers()
-    world = World(torch.device("cpu"), **numbers)
+    return make_world(torch.device("cpu"), read_numbers())
+
+
+def make_world(device: torch.device, numbers: dict[str, int]) -> World:
+    world = World(device, **numbers)
     if numbers:
         join(world)
     return world
