@@ -370,11 +370,13 @@ class GPT(nn.Module):
         state_dict replaces the parameters, which it names. card: the rows of the model card.
         """
         weights = state_dict or {name: p.detach() for name, p in self.named_parameters()}
+        if not state_dict:  # not a run's: its class may have been changed meanwhile
+            vars(self).pop("fingerprint", None)
         hf.write_model(Path(directory), self, weights, card or {})
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Says whether this code is a GPT-2. Computed once, in milliseconds."""
+        """Says whether this code is a GPT-2. Computed once, in a fifth of a second for the 124M."""
         return take_fingerprint(self)
 
 

@@ -134,7 +134,7 @@ def model_on_meta(config: PlanConfig) -> GPT:
         model = GPT(GPTConfig(**(theirs | {"block_size": config.sequence_length})))
         if files:  # training's own checks
             saved = GPT(GPTConfig(**(theirs | {"pad_vocab_to": 1})))
-            load_weights(model, files, saved.state_dict())
+            load_weights(model, files, dict(saved.named_parameters()))
             refuse_other_sizes(config.init_from, model.config, config)
     return model
 

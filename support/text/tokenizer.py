@@ -32,6 +32,10 @@ SPACE = r"[^\S\x1c-\x1f]"
 NO_SPACE = r"[\S\x1c-\x1f]"
 LAST_SPACE = re.compile(rf"(?={SPACE}{NO_SPACE})(?<={SPACE}{{100000}})")  # of very many
 
+# settings of tokenizer.json's model and of tokenizer_config.json by which a text has other tokens
+OTHERWISE = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
+CONFIGURED = ("add_prefix_space", "add_bos_token", "add_eos_token", "do_lower_case")
+
 # The characters for bytes in Hugging Face's files: a visible one its own, the others from 256 on
 # (encoder.py of openai/gpt-2).
 VISIBLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -174,7 +178,7 @@ def read_tokenizer(name: str | Path) -> Tokenizer:
     if not tokenizer:
         raise UserError(
             f"{path} is of another kind than byte-level BPE like GPT-2's, with {END} as its last "
-            "token: fineweb.py --vocab-size trains one"
+            "token, and none put around a text: fineweb.py --vocab-size trains one"
         )
     return tokenizer
 
@@ -195,11 +199,18 @@ def parse(content: str) -> Tokenizer | None:
 
 def what_decides(content: str) -> list:
     """Of a tokenizer.json, what decides which tokens a text has. Old files write it otherwise."""
-    parts = json.loads(tokenizers.Tokenizer.from_str(content).to_str())
+    theirs = tokenizers.Tokenizer.from_str(content)
+    theirs.no_truncation()  # transformers sets both anew in each call
+    theirs.no_padding()
+    around = theirs.encode("a").ids != theirs.encode("a", add_special_tokens=False).ids  # a BOS
+    parts = json.loads(theirs.to_str())
     parts["pre_tokenizer"].pop("trim_offsets", None)
     added = [(token["id"], token["content"]) for token in parts["added_tokens"]]
-    model = [parts["model"][name] for name in ("type", "vocab", "merges")]
-    return [parts["normalizer"], parts["pre_tokenizer"], added, *model]
+    model = parts["model"]
+    other = [model.get(name) or None for name in OTHERWISE]
+    decoder = parts["decoder"]["type"]
+    same = [parts["normalizer"], parts["pre_tokenizer"], decoder, added, around, other]
+    return [*same, model["type"], model["vocab"], model["merges"]]
 
 
 def tokenizer_in(directory: str | Path) -> Tokenizer:
@@ -210,7 +221,7 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
         with reading(settings):
             theirs = json.loads(settings.read_bytes())
             is_known = "GPT2" in theirs.get("tokenizer_class", "GPT2") or own.exists()
-            if theirs.get("add_prefix_space") or not is_known:
+            if any(theirs.get(name) for name in CONFIGURED) or not is_known:
                 raise UserError(f"{settings} is of a tokenizer that splits text otherwise")
     if own.exists():
         return read_tokenizer(own)

@@ -1,4 +1,7 @@
-"""Is this code a GPT-2? A tiny model of it is compared with the plain GPT-2 below."""
+"""Is this code a GPT-2? Two small models of it are compared with the plain GPT-2 below.
+
+One has the model's depth, the other its width: code may treat some layers or sizes in another way.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,8 @@ import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,13 +26,16 @@ EMBEDDING = "transformer.wte.weight"  # names of tensors
 POSITIONS = "transformer.wpe.weight"
 CLOSE = 1e-4  # standard deviations of the logits; rounding makes 2e-6, exact GELU 1e-3
 LARGE = 100.0  # how many times larger a trained model's logits are than the made-up one's
+MOST_LAYERS = 12  # that are compared: an XL's 48 would take seconds
+EARLIER = [dict(n_layer=2, n_head=2, n_embd=32)]  # the small model of older checkpoints
 
 
 @dataclass
 class Fingerprint:
     difference: str  # how some code differs from GPT-2; empty if it does not
-    logits: list[float]  # its tiny model's, to tell changed models apart; empty if it fails
-    loss: float  # the same
+    logits: list[float]  # its small models', to tell changed models apart; none of one that fails
+    loss: float  # the sum of theirs
+    shapes: list[dict[str, Any]]  # in what each small model differs from the model's own config
 
 
 # Without oneDNN, torch.set_float32_matmul_precision changes nothing here.
@@ -36,36 +43,58 @@ class Fingerprint:
 @torch.autocast("cpu", enabled=False)
 @torch.random.fork_rng(devices=[])
 @torch.no_grad()
-def take_fingerprint(model: GPT) -> Fingerprint:
-    """Compares a model's tensors with GPT-2's, and what a tiny model of its class computes."""
-    config = replace(model.config, vocab_size=61, n_layer=2, n_head=2, n_embd=32)
-    try:
-        with torch.device("cpu"):
-            idx = numbers("idx", 1, config.block_size).abs().mul(config.vocab_size - 1).long()
-            targets = idx.flip(1)
-            targets[:, 1::3] = -1  # a third is ignored
-            tiny = type(model)(config).float().eval()
-            for name, p in tiny.named_parameters():
-                p.copy_(made_up(name, *p.shape))
-            logits = tiny(idx)[0]
-            # the loss is of logits as large as a trained model's, where a cap would show
-            for name, p in tiny.named_parameters():
-                if name.startswith("transformer.ln_f."):  # the logits are linear in these
-                    p.mul_(LARGE)
-            loss = tiny(idx, targets)[1].item()
-            own_loss = F.cross_entropy(tiny(idx)[0][0], targets[0], ignore_index=-1).item()
-            if not (logits.isfinite().all() and math.isfinite(loss)):
-                raise ValueError("its logits or its loss are not finite")
-            expected = gpt2(made_up, idx, config)
-            expected_loss = F.cross_entropy(LARGE * expected[0], targets[0], ignore_index=-1).item()
-            difference = other_tensor(model) or other_output(logits, loss, expected, expected_loss)
-            rounding = CLOSE * LARGE * expected.std()
-            if abs(loss - expected_loss) <= rounding < abs(loss - own_loss):  # a change in vain
-                parts = [difference, "its loss is not the cross-entropy of its logits"]
-                difference = "; ".join(filter(None, parts))
-    except Exception as error:  # changed code may raise anything
-        return Fingerprint(f"a tiny model cannot be compared: {first_line(error)}", [], 0.0)
-    return Fingerprint(difference, logits.flatten()[:: max(1, logits.numel() // 64)].tolist(), loss)
+def take_fingerprint(model: GPT, shapes: list[dict[str, Any]] | None = None) -> Fingerprint:
+    """Compares a model's tensors with GPT-2's, and what small models of its class compute."""
+    own = model.config
+    shapes = shapes or [
+        dict(n_layer=min(own.n_layer, MOST_LAYERS), n_head=2, n_embd=32),
+        dict(n_layer=1, block_size=min(own.block_size, 64)),
+    ]
+    tensors = {name: model.without_padding(name, p) for name, p in model.named_parameters()}
+    difference = other_tensor(tensors, own)
+    in_vain = ""
+    logits: list[float] = []
+    loss = 0.0
+    for shape in shapes:
+        try:
+            with torch.device("cpu"):
+                found = compare(type(model), replace(own, vocab_size=61, **shape))
+        except Exception as error:  # changed code may raise anything
+            difference = difference or f"a small model cannot be compared: {first_line(error)}"
+            continue
+        difference = difference or found[0]
+        in_vain = in_vain or found[1]
+        logits += found[2].flatten()[:: max(1, found[2].numel() // 64)].tolist()
+        loss += found[3]
+    return Fingerprint("; ".join(filter(None, [difference, in_vain])), logits, loss, shapes)
+
+
+def compare(make: Callable[[Any], GPT], config: GPTConfig) -> tuple[str, str, Tensor, float]:
+    """How a model of this config differs, whether its logits change in vain, its logits, loss."""
+    idx = numbers("idx", 1, config.block_size).abs().mul(config.vocab_size - 1).long()
+    targets = idx.flip(1)
+    targets[:, 1::3] = -1  # a third is ignored
+    values = cache(made_up)
+    small = make(config).float().eval()
+    for name, p in small.named_parameters():
+        p.copy_(values(name, *p.shape))
+    logits = small(idx)[0]
+    # the loss is of logits as large as a trained model's, where a cap would show
+    for name, p in small.named_parameters():
+        if name.startswith("transformer.ln_f."):  # the logits are linear in these
+            p.mul_(LARGE)
+    loss = small(idx, targets)[1].item()
+    own_loss = F.cross_entropy(small(idx)[0][0], targets[0], ignore_index=-1).item()
+    if not (logits.isfinite().all() and math.isfinite(loss)):
+        raise ValueError("its logits or its loss are not finite")
+    expected = gpt2(values, idx, config)
+    expected_loss = F.cross_entropy(LARGE * expected[0], targets[0], ignore_index=-1).item()
+    difference = other_output(logits, loss, expected, expected_loss)
+    rounding = CLOSE * LARGE * expected.std()
+    in_vain = ""
+    if abs(loss - expected_loss) <= rounding < abs(loss - own_loss):
+        in_vain = "its loss is not the cross-entropy of its logits"
+    return difference, in_vain, logits, loss
 
 
 def numbers(name: str, *shape: int) -> Tensor:
@@ -107,16 +136,17 @@ def gpt2(take: Callable[..., Tensor], idx: Tensor, config: GPTConfig) -> Tensor:
     return norm(x, "transformer.ln_f") @ wte[: config.vocab_size].t()
 
 
-def other_tensor(model: GPT) -> str:
-    """The first tensor that is not GPT-2's, in words; empty if all are."""
+def other_tensor(tensors: dict[str, Tensor], config: GPTConfig) -> str:
+    """The first tensor that is not GPT-2's, in words; empty if all are. tensors: no padding."""
     expected: dict[str, tuple] = {}
 
     def take(name: str, *shape: int) -> Tensor:
         expected[name] = shape
         return torch.empty(shape, device="meta")
 
-    gpt2(take, torch.zeros(1, 1, dtype=torch.long, device="meta"), model.config)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    one_token = torch.zeros(1, 1, dtype=torch.long, device="meta")
+    gpt2(take, one_token, replace(config, pad_vocab_to=1))
+    shapes = {name: tuple(x.shape) for name, x in tensors.items()}
     for name in sorted(expected | shapes):
         here = shapes.get(name, "missing")
         there = expected.get(name, "missing")

@@ -27,7 +27,15 @@ from support.base.errors import UserError, reading
 from support.base.files import if_supported, refuse_pointer
 from support.text.names import TOKENIZER_FILE
 from support.text.tokenizer import END, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
-from support.weights.fingerprint import EMBEDDING, POSITIONS, Fingerprint, other_output
+from support.weights.fingerprint import (
+    EARLIER,
+    EMBEDDING,
+    POSITIONS,
+    Fingerprint,
+    other_output,
+    other_tensor,
+    take_fingerprint,
+)
 
 if TYPE_CHECKING:
     from model import GPT
@@ -102,11 +110,12 @@ def read_model(name: str | Path) -> Pretrained:
 def read_weights(directory: Path) -> Weights:
     """All tensors of a directory, as they are stored: in one file, or in several with an index."""
     for name in ("model.safetensors", "pytorch_model.bin"):
+        index = directory / f"{name}.index.json"
         parts = {name}
-        if (index := directory / f"{name}.index.json").exists():
+        if not (directory / name).exists():  # transformers prefers it, too
+            if not index.exists():
+                continue
             parts = set(json.loads(index.read_bytes())["weight_map"].values())
-        elif not (directory / name).exists():
-            continue
         weights: Weights = {}
         for part in sorted(parts):
             path = directory / part
@@ -134,8 +143,12 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             raise UserError(f"{path} is missing: name a model (checkpoints here: {here})")
         theirs = json.loads(path.read_bytes())
         if theirs["model_type"] == CHANGED:
-            loss = theirs.get("loss", math.nan)  # older files lack it
-            fingerprint = Fingerprint(theirs["difference"], theirs["fingerprint"], loss)
+            fingerprint = Fingerprint(
+                theirs["difference"],
+                theirs["fingerprint"],
+                theirs.get("loss", math.nan),  # older files lack it
+                theirs.get("fingerprint_of", EARLIER),
+            )
             return theirs["gpt_config"], fingerprint
         theirs = DEFAULTS | {ALIASES.get(key, key): value for key, value in theirs.items()}
         if theirs.get("activation_function") in SAME_GELU:
@@ -234,7 +247,12 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
         for name in {EMBEDDING, HEAD} & weights.keys():
             weights[name] = F.pad(weights[name], padding)
         if HEAD in model.state_dict():
-            weights.setdefault(HEAD, weights[EMBEDDING])  # tied
+            head = weights.setdefault(HEAD, weights[EMBEDDING])
+            is_tied = model.lm_head.weight is model.transformer.wte.weight
+            embedding = weights[EMBEDDING]
+            if is_tied and head is not embedding and not torch.equal(head, embedding):
+                problem = f"{HEAD} is not the embedding, to which this code ties it"
+                raise UserError(f"the weights: {problem}: use the code that wrote them")
         model.load_state_dict(weights)
 
 
@@ -244,11 +262,12 @@ def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
     if written is None:
         return
     with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
-        ours = make().fingerprint
-    if ours.logits == written.logits == []:  # neither tiny model runs
-        return
+        ours = take_fingerprint(make(), written.shapes)
     expected = torch.tensor(written.logits)
-    if other_output(torch.tensor(ours.logits), ours.loss, expected, written.loss):
+    differs: object = ours.difference != written.difference  # all to go by if no small model runs
+    if ours.logits or written.logits:
+        differs = other_output(torch.tensor(ours.logits), ours.loss, expected, written.loss)
+    if differs:
         problem = f"{files.origin} is a changed GPT-2 ({written.difference}), but this code"
         raise UserError(f"{problem} does not have the same change: use the code that wrote it")
 
@@ -293,23 +312,25 @@ def new_run_from(checkpoint: Path) -> str:
 
 def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, Any]) -> None:
     """Writes a Hugging Face directory from `weights`: the model may train on. card: its rows."""
-    weights = transposed({n: model.without_padding(n, w) for n, w in weights.items()})
-    weights = {name: w.contiguous() for name, w in weights.items()}
+    weights = {name: model.without_padding(name, w) for name, w in weights.items()}
+    # of a model that was changed after it was built, the tensors tell
+    difference = other_tensor(weights, model.config) or model.fingerprint.difference
+    weights = {name: w.contiguous() for name, w in transposed(weights).items()}
     directory.mkdir(parents=True, exist_ok=True)
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with if_supported("chmod"):  # safetensors lets only the file's owner read it
         (directory / "model.safetensors").chmod(0o644)
     for name, data in model.tokenizer.files.items():
         (directory / name).write_bytes(data)
-    for name, content in json_files(model).items():
+    for name, content in json_files(model, difference).items():
         (directory / name).write_text(json.dumps(content, indent=2))
     size = sum(w.numel() for w in weights.values())
-    text = model_card(size, card, model.fingerprint.difference)
+    text = model_card(size, card, difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 
-def json_files(model: GPT) -> dict[str, dict[str, Any]]:
-    """What Hugging Face's libraries read about a model, by file."""
+def json_files(model: GPT, difference: str) -> dict[str, dict[str, Any]]:
+    """What Hugging Face's libraries read about a model, by file. difference: from GPT-2."""
     fields = asdict(model.config)
     fingerprint = model.fingerprint
     T = model.config.block_size
@@ -328,13 +349,14 @@ def json_files(model: GPT) -> dict[str, dict[str, Any]]:
     changed = dict(
         model_type=CHANGED,  # AutoModel refuses it
         activation_function="not GPT-2, see README.md",  # GPT2LMHeadModel refuses this
-        difference=fingerprint.difference,
+        difference=difference,
         gpt_config=fields,
         fingerprint=fingerprint.logits,
+        fingerprint_of=fingerprint.shapes,
         loss=fingerprint.loss,
     )
     return {
-        "config.json": changed if fingerprint.difference else plain,
+        "config.json": changed if difference else plain,
         # transformers' pipeline asks any model for 256 tokens, and cannot slide the window
         "generation_config.json": dict(**ends, max_new_tokens=min(256, T // 2)),
         "tokenizer_config.json": dict(
