@@ -67,6 +67,7 @@ class Evaluations:
             dtype=self.dtype,
         )
         values: dict[str, Any] = dict(val_loss=loss, perplexity=math.exp(min(loss, 99)))
+        values["val_tokens"] = self.config.val_tokens
         figures = {"val loss": f"{loss:.4f}", "perplexity": f"{values['perplexity']:.2f}"}
         if bits_per_byte is not None:
             values["bits_per_byte"] = bits_per_byte

@@ -4,7 +4,7 @@
 
 The model chooses the ending with the smallest loss: acc compares the summed losses of the endings,
 acc_norm their mean losses per token. build-nanogpt and llm.c do the same; lm-evaluation-harness's
-acc_norm divides by bytes instead, and its own `hellaswag` task rewrites the texts.
+acc_norm divides by characters instead, and its own `hellaswag` task rewrites the texts.
 """
 
 import hashlib

@@ -317,8 +317,10 @@ def note_validation(run: Run, values: dict[str, Any]) -> None:
     for unit in ("bits_per_byte", "nats_per_character"):
         if unit in values:
             progress.losses[f"validation, {unit.replace('_', ' ')}"] = values[unit]
-    if progress.best is None or val_loss < progress.best["loss"]:
-        progress.lower = {"loss": val_loss, "step": progress.step}
+    this = {"loss": val_loss, "step": progress.step, "val_tokens": values["val_tokens"]}
+    best = progress.best
+    if not best or best["val_tokens"] != this["val_tokens"] or val_loss < best["loss"]:
+        progress.lower = this
         if run.own_path() == run.writer.last:  # interrupted before this validation
             progress.best = progress.lower
 

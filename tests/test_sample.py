@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import EOT, random_model
+from contract import TOLD
 
 import sample
 from model import GPT, GPTConfig
@@ -112,6 +113,38 @@ def test_top_k_and_top_p_only_draw_from_the_likeliest():
     assert abs(share - 0.5) < 0.05
     for temperature in (0, 1e-300, 1e-46, 1e-31):  # the likeliest
         assert (choose(logits.float(), temperature) == 0).all()
+
+
+def test_top_p_takes_no_token_more_than_it_needs():
+    exact = torch.log(torch.tensor([[0.5, 0.25, 0.125, 0.125]])).expand(2000, 4)
+    taken = {p: set(choose(exact, top_k=None, top_p=p).tolist()) for p in (0.0, 0.5, 0.75, 1.0)}
+    assert taken == {0.0: {0}, 0.5: {0}, 0.75: {0, 1}, 1.0: {0, 1, 2, 3}}
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (dict(lengths=[0, 3]), r"prompt \[\]: it needs a token"),
+        (dict(lengths=[2, 4]), r"lengths \[2, 4\]: idx has 3 columns"),
+        (dict(lengths=torch.tensor([2, -1])), r"lengths \[2, -1\]"),
+        (dict(idx=torch.zeros(2, 0, dtype=torch.int64)), "it needs a token"),
+        (dict(idx=torch.tensor([[50257]])), r"prompt \[50257\].* none above 50256"),
+        (dict(temperature=-1), "temperature -1"),
+        (dict(temperature=math.nan), "temperature nan"),
+        (dict(top_k=-1), "top_k -1"),
+        (dict(top_p=1.5), "top_p 1.5"),
+    ],
+)
+def test_what_means_nothing_generates_nothing(tiny, options, sentence, outcome):
+    idx = options.pop("idx", torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(UserError, match=sentence):
+        tiny.generate(idx, 4, **options)
+    outcome("sampling and scoring", sentence, TOLD)
+
+
+def test_no_new_tokens_are_the_prompts(tiny):
+    idx = torch.tensor([[5, 6, 7], [8, 9, 1]])
+    assert tiny.generate(idx, 0, lengths=[3, 2]).tolist() == [[5, 6, 7], [8, 9, EOT]]
 
 
 @pytest.mark.parametrize("spoiled", [math.nan, math.inf])

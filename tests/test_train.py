@@ -715,6 +715,23 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
     assert "640" in (run_dir / "ckpt_000008" / "README.md").read_text()
 
 
+@pytest.mark.parametrize("tokens, is_lower", [(64, True), (32, False)])
+def test_a_loss_on_other_text_is_neither_lower_nor_higher(corpus, tmp_path, tokens, is_lower):
+    """The first loss on as much text is the lowest, however low one on less text was."""
+    often = "--max-steps 2 --warmup-steps 0 --val-every 1 --val-tokens 32 --checkpoint-every 1"
+    train(corpus, tmp_path, f"{often} --learning-rate 0.0001")
+    more = f"--val-every 1 --val-tokens {tokens} --checkpoint-every 1"
+    train(corpus, tmp_path, f"{more} --max-steps 3 --learning-rate 5 --resume auto")
+    vals = read_records(tmp_path, "val")
+    [end] = read_records(tmp_path, "end")
+    assert (end["best"]["val_tokens"], end["best"]["loss"]) == (
+        tokens,
+        min(val["val_loss"] for val in vals if val["val_tokens"] == tokens),
+    )
+    steps, _ = read_run(tmp_path).streams["val"]
+    assert len(steps) == (1 if is_lower else 4), vals
+
+
 def test_a_card_has_no_loss_of_an_earlier_model(corpus, tmp_path):
     train(corpus, tmp_path, "--max-steps 4 --val-every 2 --checkpoint-every 1 --keep-checkpoints 9")
     cards = [(path / "README.md").read_text() for path in checkpoint.checkpoints(tmp_path)]
@@ -723,8 +740,8 @@ def test_a_card_has_no_loss_of_an_earlier_model(corpus, tmp_path):
 
 
 @pytest.mark.parametrize("is_there, resumed_from, val_tokens, best", [
-    (True, ".", 99, {"step": 2, "loss": 3.0}),
-    (True, ".", 88, {"step": 2, "loss": math.inf}),  # any loss of other text is lower
+    (True, ".", 99, {"step": 2, "loss": 3.0, "val_tokens": 99}),
+    (True, ".", 88, {"step": 2, "loss": 3.0, "val_tokens": 88}),  # of other text
     (True, "elsewhere", 99, None),
     (False, ".", 99, None),
 ])  # fmt: skip

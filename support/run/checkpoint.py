@@ -57,8 +57,9 @@ class Progress:
     cursor: int = 0  # sequences consumed by them
     evaluated: bool = False  # whether this step's evaluations are done
     wall: float = 0.0  # seconds, until the last checkpoint
-    best: dict | None = None  # the lowest validation loss with a checkpoint: {"loss", "step"}
-    lower: dict | None = None  # this step's validation loss, if it is lower: {"loss", "step"}
+    # the lowest validation loss with a checkpoint, its step, and on how many tokens it was measured
+    best: dict | None = None
+    lower: dict | None = None  # the same of this step, if it is lower
     losses: dict[str, float] = field(default_factory=dict)  # the last ones, for the model card
     skipped_in_a_row: int = 0  # updates
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 EVENTS = ("run", "resume", "diverged", "end")
 METRICS = "metrics.jsonl"
 HELLASWAG = 10042  # examples of its validation split
+MEASURES = {"val": "val_tokens", "hella": "total"}  # the field of a record: how much it was made on
 GO_ON = "resume with --resume auto"
 
 
@@ -165,7 +166,7 @@ class LoggedRun:
     """A run, read from its directory. If that has only a log.txt, there are no records."""
 
     name: str
-    streams: dict[str, tuple]  # train, val and hella: the steps and the values
+    streams: dict[str, tuple]  # train, val and hella: the steps and the values, `measured_alike`
     records: list[dict]  # the lines of metrics.jsonl
     config: dict
 
@@ -221,15 +222,33 @@ def starts_of(records: list[dict]) -> list[dict]:
     return [record for record in records if record["type"] in ("run", "resume")]
 
 
+def measured_alike(records: list[dict], type: str) -> list[dict]:
+    """The evaluations of a type in MEASURES that were made on as much as the last: a resumed run
+    may use another amount, and numbers of different amounts are not compared."""
+    field = MEASURES[type]
+    found = []
+    setting = None
+    for record in records:
+        setting = record.get("config", {}).get(field, setting)
+        if record["type"] == type:
+            found.append((record.get(field, setting), record))  # older ones do not say it
+    return [record for amount, record in found if amount == found[-1][0]]
+
+
 def read_run(directory: str | Path, updates: bool = True, **config: Any) -> LoggedRun:
     """Reads a run's directory, or a log like log.txt, of a run with this `config`."""
     directory = Path(directory)
     if directory.is_file():
         return LoggedRun(directory.stem, read_log(directory), [], config)
     records = read_metrics(directory / METRICS, updates)
+    streams = read_log(directory / "log.txt")
+    for type in MEASURES.keys() & streams.keys():
+        if alike := {record["step"] for record in measured_alike(records, type)}:
+            points = [(step, y) for step, y in zip(*streams[type], strict=True) if step in alike]
+            streams[type] = tuple(map(list, zip(*points, strict=True)))
     last = [{}, *starts_of(records)][-1]
     config = last.get("config", {}) | last.get("model", {}) | config  # --init-from has own sizes
-    return LoggedRun(directory.name, read_log(directory / "log.txt"), records, config)
+    return LoggedRun(directory.name, streams, records, config)
 
 
 def read_runs(*patterns: str) -> list[LoggedRun]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
@@ -46,6 +45,7 @@ SILENT |= {"keep_checkpoints", "checkpoint_minutes", "save_best", "minutes"}
 REORDERED = " (the rest of this epoch has another order: some sequences repeat, others are missed)"
 MEANINGS = {"seed": REORDERED, "shuffle": REORDERED}
 MEANINGS["val_tokens"] = " (validation losses are not comparable with those before)"
+MEANINGS["hellaswag_limit"] = " (scores are not comparable with those before)"
 
 
 def args_to_resume(args: list[str]) -> list[str]:
@@ -303,8 +303,8 @@ def restore(
         is_there = checkpoint.path_of(config.log_dir, best["step"]).exists()
         if not is_there or not is_own(config, resumed_from):
             progress.best = None  # its checkpoint is gone, or not in this log_dir
-        elif config.val_every and state["config"]["val_tokens"] != config.val_tokens:
-            progress.best = best | {"loss": math.inf}  # of other text: the next one is lower
+        else:  # older ones do not say on how much of the text
+            progress.best = {"val_tokens": state["config"]["val_tokens"], **best}
     return progress
 
 

@@ -16,7 +16,7 @@ from support.base.console import counted, duration
 from support.base.files import write_whole
 from support.base.process import command_for, revision
 from support.machine.device import device_name, dtype_name
-from support.run.log import read_run, starts_of
+from support.run.log import measured_alike, read_run, starts_of
 from support.show.published import beside_openai, text_of
 from support.text.names import ALWAYS_THERE
 
@@ -118,7 +118,8 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
             rows["validation minus training"] = f"{gap:+.4f}: grows as the model memorizes its text"
         if best := last.get("best"):
             rows["best checkpoint"] = describe_best(best)
-            lowest = min(of_type(records, "val"), key=lambda val: val["val_loss"], default=best)
+            vals = measured_alike(records, "val")
+            lowest = min(vals, key=lambda val: val["val_loss"], default=best)
             if lowest["step"] != best["step"]:
                 lost = f"step {lowest['step']:,} had {lowest['val_loss']:.4f}"
                 rows["best checkpoint"] += f" of those saved; {lost}"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from support.base.errors import UserError
@@ -67,8 +68,10 @@ def pad(rows: Rows, value: int = 0) -> Tensor:
 
 def unpad(idx: Tensor, lengths: Any = None) -> Rows:
     """The first `lengths` (B,) tokens of each row of idx (B, T), or all of them."""
-    if lengths is None:
-        return idx.tolist()
+    B, T = idx.shape
+    lengths = [T] * B if lengths is None else [int(n) for n in lengths]
+    if not all(0 <= n <= T for n in lengths):
+        raise UserError(f"lengths {lengths}: idx has {T} columns")
     return [row[:n] for row, n in zip(idx.tolist(), lengths, strict=True)]
 
 
@@ -99,14 +102,17 @@ def choose(
     It is drawn from the top_k likeliest, and only from the likeliest of these that together hold
     the probability top_p (Holtzman et al. 2020). None: no limit. generator: on the logits' device.
     """
+    if not (temperature >= 0 and (top_k or 0) >= 0 and 0 <= (top_p or 0) <= 1):
+        problem = f"temperature {temperature}, top_k {top_k}, top_p {top_p}"
+        raise UserError(f"{problem}: none may be negative, and top_p at most 1")
     if temperature < 1e-30:  # float32 logits cannot be divided by less
         return logits.argmax(-1)
     V = logits.size(-1)
     values, indices = logits.topk(min(top_k or V, V))  # sorted, largest first
     probs = (values / temperature).softmax(-1)
     if top_p is not None and top_p < 1:
-        before = probs.cumsum(-1) - probs  # what the likelier ones hold
-        probs = probs.masked_fill(before > top_p, 0)  # so the likeliest always stays
+        before = F.pad(probs.cumsum(-1)[:, :-1], (1, 0))  # what the likelier ones hold
+        probs = probs.masked_fill(before >= max(top_p, 1e-30), 0)  # the likeliest always stays
     return indices.gather(-1, probs.multinomial(1, generator=generator))[:, 0]
 
 
@@ -117,9 +123,14 @@ def stream(
     """Yields tokens (B,) as they are made, at most max_new_tokens times. choice: see `choose`.
 
     Ends early when every row has produced `stop`. When a row outgrows the window, only its newest
-    half is kept, and all rows are read again. Raises UserError if the logits are not finite.
+    half is kept, and all rows are read again. Raises UserError if the logits are not finite, or if
+    a prompt is empty or has a token outside the vocabulary.
     """
     window = model.config.block_size
+    last = model.config.vocab_size - 1
+    for prompt in prompts:  # the rows of the padding would be read as tokens
+        if not prompt or min(prompt) < 0 or max(prompt) > last:
+            raise UserError(f"prompt {prompt[:9]}: it needs a token, and none above {last}")
     contexts = [list(prompt) for prompt in prompts]  # what each row can look at
     longest = max(map(len, contexts)) + max_new_tokens
     rounded = -(-longest // 256) * 256  # few sizes, because compile_step compiles each anew
@@ -159,8 +170,8 @@ def generate(
     """idx (B, T) int64 -> (B, T + n): prompts, new tokens, padding. See unpad, stream, choose."""
     prompts = unpad(idx, lengths)
     steps = stream(model, prompts, max_new_tokens, stop=stop, **choice)
-    new = torch.stack(list(steps), 1).tolist()
-    rows = [[*prompt, *more] for prompt, more in zip(prompts, new, strict=True)]
+    new = [token.tolist() for token in steps]
+    rows = [[*prompt, *(token[i] for token in new)] for i, prompt in enumerate(prompts)]
     last = model.config.vocab_size - 1  # GPT-2's <|endoftext|>
     return pad(rows, last if stop is None else stop).to(idx)
 
