@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tyro.conf import UseAppendAction
 
-from config import NEEDS
+from config import idle_settings
 from support.base.console import run_script, say
 from support.base.errors import UsageError, UserError, writing
 from support.base.files import hash_file, write_whole
@@ -176,8 +176,8 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     flags = [*before, *own]
     settings, complaint = ask(copy, flags)
     # the base's flags that have no effect with the arm's own
-    idle = [name for name, (other, value) in NEEDS.items() if settings.get(other, value) != value]
-    useful = [*drop_flags(before, *(f"--{name.replace('_', '-')}" for name in idle)), *own]
+    idle = [f"--{name.replace('_', '-')}" for name in idle_settings(settings)]
+    useful = [*drop_flags(before, *idle), *own]
     if useful != flags:
         flags = useful
         settings, complaint = ask(copy, flags)

@@ -169,12 +169,16 @@ class TrainConfig(Computation, Evaluation, Recipe, BatchSize, Model, Start):
             # an untyped warm-up follows the length of the run
             if name in left_out or (value == usual and name != "warmup_steps"):
                 continue
-            flag = name.replace("_", "-")
-            if isinstance(value, bool):
-                flags.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
-                flags.append(f"--{flag}={value}")  # a prompt may begin with a dash
+            flags.append(as_flag(name, value))
         return flags
+
+
+def as_flag(name: str, value: Any) -> str:
+    """A setting as one types it."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag}={value}"  # a prompt may begin with a dash
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters
@@ -333,19 +337,36 @@ def check_chosen(config: TrainConfig, processes: int) -> list[str]:
     return wrong_sizes(config, processes) + without_effect(config)
 
 
-# settings that have an effect only with a value of another one
-NEEDS = {"embedding_lr": ("optimizer", "muon"), "decay_frac": ("decay", "wsd")}
+# settings without effect, where others have these values
+IN_VAIN: list[tuple[str, dict[str, Any]]] = [
+    ("embedding_lr", dict(optimizer="adamw")),
+    ("decay_frac", dict(decay="cosine")),
+    ("decay_frac", dict(decay="linear")),
+    ("val_tokens save_best", dict(val_every=0)),
+    ("hellaswag_limit hellaswag_path", dict(hellaswag_every=0)),
+    ("sample_prompt sample_tokens num_samples", dict(sample_every=0)),
+    ("keep_checkpoints", dict(checkpoint_every=0, checkpoint_minutes=0, save_best=False)),
+    ("find_nan", dict(resume="none")),
+    ("find_nan overwrite save_best tracker", dict(eval_only=True)),
+]
+
+
+def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
+    """{name: the flags that take its effect away} of the settings that are IN_VAIN."""
+    idle: dict[str, str] = {}
+    for names, where in IN_VAIN:
+        if all(settings.get(other) == value for other, value in where.items()):
+            flags = " ".join(as_flag(other, value) for other, value in where.items())
+            idle |= dict.fromkeys(names.split(), flags)
+    return idle
 
 
 def without_effect(c: TrainConfig) -> list[str]:
     """Flags that would not do what the user believes that they do."""
     problems = []
-    for name, (other, value) in NEEDS.items():
-        if name in c.typed and getattr(c, other) != value:
-            flag = name.replace("_", "-")
-            problems.append(f"--{flag} has no effect with --{other} {getattr(c, other)}")
-    if c.save_best and not c.val_every:
-        problems.append("--save-best has no effect with --val-every 0")
+    for name, flags in idle_settings(vars(c)).items():
+        if name in c.typed and getattr(c, name):
+            problems.append(f"--{name.replace('_', '-')} has no effect with {flags}")
     is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()
     if c.overwrite and is_own and c.init_from != "scratch":
         problems.append("--overwrite would delete --init-from's model: choose another --log-dir")

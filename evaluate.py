@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,6 +56,23 @@ class Evaluations:
             schedule["hella"] = (config.hellaswag_every, score)
         schedule["samples"] = (config.sample_every, self.print_samples)
         return schedule
+
+    def shortened(self) -> tuple["Evaluations", dict[str, float]]:
+        """The same evaluations on a part, to be timed; how many times as long each takes whole."""
+        tokens = self.config.sample_tokens
+        part: dict[str, Any] = dict(sample_tokens=min(64, tokens))
+        times = {"samples": tokens / part["sample_tokens"]}
+        examples = self.examples
+        if loader := self.val_loader:
+            at_once = 4 * loader.B * loader.T * self.world.size
+            whole = min(self.config.val_tokens, loader.epoch_tokens)
+            part["val_tokens"] = min(whole, at_once)
+            times["val"] = whole / part["val_tokens"]
+        if examples:
+            few = examples.batches[: 4 * self.world.size]
+            times["hella"] = len(examples.batches) / len(few)
+            examples = replace(examples, batches=few)
+        return replace(self, config=replace(self.config, **part), examples=examples), times
 
     def measure_loss(self, loader: DataLoaderLite, step: int) -> dict[str, Any]:
         loss, bits_per_byte, nats_per_character = validate(
@@ -173,18 +190,20 @@ def validate(
     with evaluation_mode(model), autocast(world.device, dtype):
         for first in tqdm(rounds, "validation", leave=False, disable=disable):
             mine = first + world.rank * loader.B
-            count = min(loader.B, sequences - mine)
+            count = max(0, min(loader.B, sequences - mine))
             with stop.noting_problems():
-                if count > 0:
-                    x, y = loader.batch(mine, count)
-                    amounts += sizes[:, y].sum((1, 2))
-                    # compiled blocks want batches of one size; targets of -1 do not count
-                    x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
-                    y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
-                    hidden = model.hidden(x)
+                # a rank with none reads one and drops it: FSDP hangs if it calls no forward
+                x, y = loader.batch(mine, count) if count else loader.batch(0, 1)
+                x, y = x[:count], y[:count]
+                amounts += sizes[:, y].sum((1, 2))
+                # compiled blocks want batches of one size; targets of -1 do not count
+                x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
+                y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
+                hidden = model.hidden(x)
+                if count:
                     total += model.loss(hidden, y).to(on).double() * count
-                    is_eot = y == tokenizer.eot
-                    eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(on).double().sum()
+                is_eot = y == tokenizer.eot
+                eot_nats += model.token_losses(hidden[is_eot], y[is_eot]).to(on).double().sum()
             stop.vote()
     sums = world.sum(torch.stack([total, eot_nats, *amounts.to(on)]))
     total, eot_nats, num_bytes, num_characters = sums.tolist()

@@ -242,12 +242,13 @@ def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict
     from support.machine.sharding import unsharded
 
     evaluations = {}
+    short, times = run.evaluations.shortened()
     with unsharded(run.model, run.config.sharding):
-        for name, (every, measure) in 2 * list(run.evaluations.schedule.items()):
+        for name, (every, measure) in 2 * list(short.schedule.items()):
             start = time.perf_counter()
             if every:
                 measure(0)
-                seconds = time.perf_counter() - start
+                seconds = times[name] * (time.perf_counter() - start)
                 evaluations[name] = (seconds, every)  # of the second time: the first compiles
     updates = []
     for n in range(1 + MOST_REHEARSED):

@@ -10,14 +10,14 @@ from train_gpt2 import main
 
 
 def write_beside(patch: Callable[[object, str, object], None] = setattr) -> None:
-    """On a CPU, a thread writes the checkpoints. It gets copies, as a GPU's tensors give them."""
+    """On a CPU, a thread writes the checkpoints. It gets copies of weights, as a GPU gives them."""
+    take = checkpoint.state_dict.get_model_state_dict
 
-    def copying(take):
-        return lambda *args, **options: deepcopy(take(*args, **options))
+    def copying(*args, **options):
+        return deepcopy(take(*args, **options))
 
     patch(checkpoint, "SAVES_IN_BACKGROUND", {"cpu"})
-    for name in ("get_model_state_dict", "get_optimizer_state_dict"):
-        patch(checkpoint.state_dict, name, copying(getattr(checkpoint.state_dict, name)))
+    patch(checkpoint.state_dict, "get_model_state_dict", copying)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,29 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, losses, read_records, warm_server, weights_hash, write_shard
+from conftest import (
+    ROOT,
+    losses,
+    random_model,
+    read_records,
+    warm_server,
+    weights_hash,
+    write_shard,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from warm import two_ranks
 
+import hellaswag
 import minutes
 import train_gpt2
-from config import GPT2_SIZES, parse_command_line, without_effect, wrong_sizes
+from config import GPT2_SIZES, TrainConfig, parse_command_line, without_effect, wrong_sizes
+from evaluate import Evaluations
 from minutes import choose_recipe, choose_sizes, with_recipe, with_sizes
+from model import DataLoaderLite
 from support.base.errors import UserError
 from support.base.process import as_typed
-from support.machine.distributed import World
+from support.machine.distributed import Stop, World
 from support.text import token_files
 from support.text.names import TOKENIZER_FILE
 from support.text.token_files import open_data
@@ -249,10 +260,32 @@ def test_a_gpu_that_is_full_in_the_rehearsal_is_a_sentence(text, tmp_path, monke
         train_gpt2.main([*SMALL, *flags])
 
 
+def test_a_rehearsal_measures_a_part_of_long_evaluations(text, monkeypatch):
+    """`--val-tokens 3000000` took 6:40, twice, of half a minute."""
+    model = random_model(vocab_size=257)
+    data = open_data(text, "val")
+    model.tokenizer = data.tokenizer
+    loader = DataLoaderLite(data, "val", B=2, T=4)  # of 24 sequences
+    examples = hellaswag.Prepared([(None, None)] * 90, None, None, 0)
+    config = TrainConfig(sample_tokens=640, sequence_length=4)
+    world = World(torch.device("cpu"))
+    whole = Evaluations(config, model, world, Stop(world), torch.float32, loader, examples)
+    short, times = whole.shortened()
+    read = []
+    batch = loader.batch
+    monkeypatch.setattr(loader, "batch", lambda *at: read.append(at) or batch(*at))
+    short.schedule["val"][1](0)
+    assert read == [(0, 2), (2, 2), (4, 2), (6, 2)]
+    assert times == {"samples": 10, "val": 24 / 8, "hella": 90 / 4}
+    assert len(short.examples.batches) == 4 and short.config.sample_tokens == 64
+    assert whole.config.sample_tokens == 640
+
+
 def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     # when two evaluations, then three updates begin and end, and two looks at the clock
     seconds = iter([0, 9, 9, 10, 10, 30, 30, 31, 31, 31, 32, 36])
-    run = SimpleNamespace(evaluations=SimpleNamespace(schedule={"val": (7, lambda step: None)}))
+    short = SimpleNamespace(schedule={"val": (7, lambda step: None)})
+    run = SimpleNamespace(evaluations=SimpleNamespace(shortened=lambda: (short, {"val": 3})))
     run.world = World(torch.device("cpu"))
     run.model, run.config = torch.nn.Linear(1, 1), SimpleNamespace(sharding="ddp")
     run.stop = SimpleNamespace(read_vote=lambda: None)
@@ -260,5 +293,5 @@ def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(seconds))
         paces = minutes.rehearse(run, lambda run, lr: rates.append(lr), until=35)
-    assert paces == (1, {"val": (1, 7)}), "the first ones, of 9 and 20 s, compiled"
+    assert paces == (1, {"val": (3, 7)}), "the first ones, of 9 and 20 s, compiled"
     assert rates == [0, 0, 0]

@@ -44,7 +44,7 @@ from conftest import (
     warm_train,
     weights_hash,
 )
-from contract import as_a_process, call, contents
+from contract import as_a_process, call, contents, judge
 from hypothesis import strategies as st
 from torch.nn.utils import parameters_to_vector
 from warm import two_ranks
@@ -1207,10 +1207,19 @@ def test_a_launchers_variables_without_the_launcher_are_named_or_harmless(
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--embedding-lr 2", "--embedding-lr has no effect with --optimizer adamw"),
+    ("--embedding-lr 2", "--embedding-lr has no effect with --optimizer=adamw"),
     ("--preset quickstart --optimizer adamw --embedding-lr=4", "--embedding-lr has no effect"),
-    ("--decay-frac 0.5 --decay linear", "--decay-frac has no effect with --decay linear"),
-    ("--save-best --val-every 0", "--save-best has no effect with --val-every 0"),
+    ("--decay-frac 0.5 --decay linear", "--decay-frac has no effect with --decay=linear"),
+    ("--save-best --val-every 0", "--save-best has no effect with --val-every=0"),
+    ("--find-nan", "--find-nan has no effect with --resume=none"),
+    ("--init-from gpt2 --eval-only --find-nan", "--find-nan has no effect with --eval-only"),
+    ("--init-from gpt2 --eval-only --tracker wandb", "--tracker has no effect with --eval-only"),
+    ("--preset quickstart --hellaswag-limit 9", "--hellaswag-limit has no effect with --hella"),
+    ("--sample-every 0 --sample-tokens 9", "--sample-tokens has no effect with --sample-every=0"),
+    ("--val-every 0 --val-tokens 9999", "--val-tokens has no effect with --val-every=0"),
+    ("--checkpoint-every 0 --checkpoint-minutes 0 --keep-checkpoints 3", "--keep-checkpoints has"),
+    ("--checkpoint-every 0 --keep-checkpoints 3", ""),  # by the clock
+    ("--resume auto --find-nan --hellaswag-every 0", ""),
     ("--overwrite --resume auto", "--overwrite starts over, and --resume auto goes on"),
     ("--overwrite --init-from {log}/ckpt_000002", "--overwrite would delete --init-from's model"),
     ("--min-lr-frac 5", "--min-lr-frac 5.0: it must be at least 0 and at most 1"),
@@ -1219,7 +1228,8 @@ def test_a_launchers_variables_without_the_launcher_are_named_or_harmless(
     ("--preset quickstart --optimizer adamw", ""),  # nobody typed the rate of embeddings
     ("--optimizer muon --embedding-lr 2 --decay wsd --decay-frac 0.5", ""),
 ])  # fmt: skip
-def test_a_flag_without_effect_is_refused(tmp_path, flags, words):
+def test_a_flag_without_effect_is_refused(tmp_path, monkeypatch, flags, words):
+    monkeypatch.setitem(sys.modules, "wandb", Mock(__spec__=Mock()))
     log_dir = str(tmp_path / "log")
     args = [*flags.format(log=log_dir).split(), "--data-dir", str(tmp_path), "--log-dir", log_dir]
     problems = check(parse_command_line(args), 1)
@@ -1264,6 +1274,34 @@ def test_a_service_gets_the_configuration_the_metrics_and_the_samples(name, tmp_
     ]
 
 
+@pytest.mark.parametrize("method", ["log", "finish"])
+@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), RuntimeError("quota\nx")])
+def test_a_tracker_that_fails_is_told_once_and_the_run_goes_on(
+    corpus, tmp_path, monkeypatch, method, error, outcome
+):
+    service = Mock(__spec__=Mock(), **{f"{method}.side_effect": error})
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    done = call(
+        "train_gpt2.py", *tiny_run(corpus, tmp_path, "--tracker wandb --checkpoint-every 3")
+    )
+    outcome("trackers", f"{method}: {error}", judge(done))
+    assert done.stdout.count(f"the tracker has failed ({type(error).__name__}: ") == 1
+    assert getattr(service, method).call_count == 1 and "quota\nx" not in done.stdout
+    assert done.returncode == 0 and (tmp_path / "ckpt_000006").exists(), done
+
+
+def test_only_the_broken_pipe_of_standard_output_is_no_error(tmp_path):
+    """`| head` is a reader who has seen enough; another pipe that breaks is a failure."""
+    code = "import os, sys; from support.base.console import run_script\n"
+    code += "def other(_): raise BrokenPipeError(32, 'another pipe')\n"
+    code += "def long(_): print('a' * 10 ** 7)\nrun_script({})"
+    for name, expected in (("other", 1), ("long", 0)):
+        run = f'set -o pipefail; {sys.executable} -c "{code.format(name)}" | head -c 9'
+        done = run_program(["bash", "-c", run], cwd=tmp_path)
+        assert done.returncode == expected, done
+        assert ("BrokenPipeError: [Errno 32] another pipe" in done.stderr) == bool(expected)
+
+
 def test_wandb_and_trackio_continue_the_same_run_and_an_overwritten_one_is_another(
     run_dir, monkeypatch
 ):
@@ -1295,7 +1333,7 @@ def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(
     service.init.side_effect = ConnectionError
     monkeypatch.setitem(sys.modules, "wandb", service)
     about = {"config": {}, "model": {}}
-    with pytest.raises(ConnectionError):
+    with pytest.raises(UserError, match=r"--tracker wandb does not start \(ConnectionError"):
         start_logs(config, WORLD, None, Progress(), about)
     assert len(checkpoint.checkpoints(run_dir)) == 3
     service.init.side_effect = None

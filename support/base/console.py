@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,8 +27,6 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
         if not end.code and {"-h", "--help"} & set(sys.argv[1:]):  # the examples follow the flags
             print(sys.modules["__main__"].__doc__)
         code = end.code
-    except BrokenPipeError:  # `python sample.py | head`: the reader has left, nothing is wrong
-        silence_stdout()
     except UserError as error:
         for sentence in error.args:
             print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
@@ -35,11 +34,14 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
     except KeyboardInterrupt:
         code = 130  # 128 + SIGINT, as shells do
     except Exception as error:
+        code = 1
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # disk full
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        elif isinstance(error, BrokenPipeError) and reader_has_left():  # `python sample.py | head`
+            code = 0
+            silence_stdout()
         else:
             traceback.print_exc()
-        code = 1
     if at_once:  # Python's finalization would wait for threads and processes
         with suppress(OSError):
             sys.stdout.flush()
@@ -63,6 +65,13 @@ def reopen_closed_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+
+
+def reader_has_left() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    pipe = select.poll()
+    pipe.register(sys.stdout.fileno(), 0)  # errors only
+    return bool(pipe.poll(0))
 
 
 def silence_stdout() -> None:

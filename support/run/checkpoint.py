@@ -115,6 +115,8 @@ class Writer:
         if world.is_main:
             # a tied weight has one name; its parameter is another one in FSDP's next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
+            if world.device.type in SAVES_IN_BACKGROUND:
+                moments["state"] = copy_live(moments["state"], optimizers)
             moments = resize_states(moments, model.without_padding)
             state = {**state, "version": VERSION, "optimizer": moments}
             work = partial(write, final, model, weights, state, card, self.keep)
@@ -226,6 +228,21 @@ def load_state(directory: Path) -> dict:
         hint = f"resume with the revision that wrote it, or {new_run_from(directory)}"
         raise UserError(f"{problem}: {hint}")
     return state
+
+
+def copy_live(states: dict, optimizers: list[Optimizer]) -> dict:
+    """The optimizers' states, with copies of the tensors that they keep on the CPU.
+
+    Offloading copies only a GPU's, and the next update would change the others before they are
+    written: the step count of an AdamW that is not fused, of Adafactor, of RAdam.
+    """
+    kept = [x for optimizer in optimizers for own in optimizer.state.values() for x in own.values()]
+    live = {x.data_ptr() for x in kept if type(x) is torch.Tensor and x.device.type == "cpu"}
+
+    def copied(x: Any) -> Any:
+        return x.clone() if type(x) is torch.Tensor and x.data_ptr() in live else x
+
+    return {name: {key: copied(x) for key, x in own.items()} for name, own in states.items()}
 
 
 def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from support.base.console import say
-from support.base.errors import writing
+from support.base.errors import UserError, first_line, writing
 from support.base.files import locked, sync, write_whole
 
 if TYPE_CHECKING:
@@ -54,7 +54,17 @@ class Log:
             if type == "samples":
                 values["samples"] = "\n\n---\n\n".join(values["samples"])
             known = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
-            self.tracker.log({f"{type}/{k}": v for k, v in known.items()}, step=step)
+            self.tell_tracker("log", {f"{type}/{k}": v for k, v in known.items()}, step=step)
+
+    def tell_tracker(self, method: str, *arguments: Any, **options: Any) -> None:
+        """Calls the tracker. It only watches: where it fails, the run goes on without it."""
+        try:
+            if self.tracker:
+                getattr(self.tracker, method)(*arguments, **options)
+        except Exception as error:
+            self.tracker = None
+            problem = f"{type(error).__name__}: {first_line(error)}"
+            say(f"the tracker has failed ({problem}): training goes on without it")
 
     def sync(self) -> None:
         """Waits until everything recorded is on the disk."""
@@ -63,8 +73,7 @@ class Log:
                 sync(file.fileno())
 
     def close(self) -> None:
-        if self.tracker:
-            self.tracker.finish()
+        self.tell_tracker("finish")
         # a full disk still refuses the line that it has refused; the other file is closed, too
         with writing(self.dir, GO_ON), ExitStack() as closing:
             for file in self.files:
@@ -91,15 +100,20 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int, began: str = ""
     """
     if name == "none":
         return None
-    if name == "tensorboard":
-        return open_tensorboard(log_dir / "tensorboard", step)
-    tracker = importlib.import_module(name)
     same = {"resume": "allow" if step else "never"}  # trackio knows it by name
     if name == "wandb":
         identity = hashlib.sha256(f"{log_dir.resolve()} {began}".encode()).hexdigest()[:16]
         same = {"resume": "allow", "id": identity}
-    tracker.init(project="gpt2", name=log_dir.name, config=run["config"] | run["model"], **same)
-    return tracker
+    settings = run["config"] | run["model"]
+    try:
+        if name == "tensorboard":
+            return open_tensorboard(log_dir / "tensorboard", step)
+        tracker = importlib.import_module(name)
+        tracker.init(project="gpt2", name=log_dir.name, config=settings, **same)
+        return tracker
+    except Exception as error:  # not logged in, no network, …
+        problem = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"--tracker {name} does not start ({problem}): leave it out") from error
 
 
 def open_tensorboard(directory: Path, step: int) -> Any:
