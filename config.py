@@ -344,7 +344,7 @@ IN_VAIN: list[tuple[str, dict[str, Any]]] = [
     ("decay_frac", dict(decay="linear")),
     ("val_tokens save_best", dict(val_every=0)),
     ("hellaswag_limit hellaswag_path", dict(hellaswag_every=0)),
-    ("sample_prompt sample_tokens num_samples", dict(sample_every=0)),
+    ("sample_tokens num_samples", dict(sample_every=0)),  # sample.py continues the prompt
     ("keep_checkpoints", dict(checkpoint_every=0, checkpoint_minutes=0, save_best=False)),
     ("find_nan", dict(resume="none")),
     ("find_nan overwrite save_best tracker", dict(eval_only=True)),

@@ -438,6 +438,17 @@ def test_a_line_of_training_on_a_gpu_has_the_mfu():
     assert (kept["loss"], kept["norm"]) == (None, None), "JSON has no NaN"
 
 
+@pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])
+def test_a_rank_without_a_sequence_to_validate_hangs_no_other(shards, tmp_path, sharding):
+    flags = f"--max-steps 3 --val-every 1 --val-tokens 16 --sharding {sharding}"
+    train(shards, tmp_path / "two", flags, ranks=2)
+    train(shards, tmp_path / "one", flags)
+    two, one = (
+        [val["val_loss"] for val in read_records(tmp_path / n, "val")] for n in ("two", "one")
+    )
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
+
+
 def test_any_micro_batch_and_number_of_processes_make_the_same_run(shards, tmp_path):
     flags = "--max-steps 20 --val-every 10 --val-tokens 208 --checkpoint-every 10"
     log_dir = tmp_path / "log"
