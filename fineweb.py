@@ -38,8 +38,14 @@ from support.text.manifest import begin_folder, open_manifest, verify_shards, wr
 from support.text.names import MANIFEST, TOKENIZER_FILE
 from support.text.ready import fetch_shards
 from support.text.sources import File, Place, Text
-from support.text.token_files import Shard, write_shard
-from support.text.tokenizer import Tokenizer, read_tokenizer, tokenizer_of_data, train_vocabulary
+from support.text.token_files import find_shards, write_shard
+from support.text.tokenizer import (
+    END,
+    Tokenizer,
+    read_tokenizer,
+    tokenizer_of_data,
+    train_vocabulary,
+)
 from support.text.workers import map_ahead, run_and_exit, start_pool
 
 
@@ -93,6 +99,8 @@ class Config(Shards, Vocabulary, Source):
 
 # -- what the workers do
 
+LITERAL = f"{END} as text"  # a count, besides the manifest's COUNTS
+
 
 def tokenize(
     texts: list[Text], tokenizer: Tokenizer, benchmark: Benchmark | None
@@ -101,13 +109,14 @@ def tokenize(
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
     counts: Counter = Counter()
-    for text, starts in texts:
-        spans, cuts = cut_out(text, benchmark.find(text) if benchmark else [])
+    for text, starts, around in texts:
+        spans, cuts = cut_out(text, benchmark, *around)
         for first, end in spans:
             if starts or first > 0:  # the text behind a cut is a document of its own
                 tokens.append(start)
             tokens += tokenizer.encode_to_arrays(text[first:end])
         counts.update(documents=starts, contaminated=cuts > 0, cuts=cuts, dropped=not spans)
+        counts[LITERAL] += text.count(END)
     return np.concatenate(tokens, dtype=np.uint16, casting="unsafe"), counts  # all below 2**16
 
 
@@ -159,6 +168,7 @@ def hold_out(
     total = 0  # tokens in the head: those of two shards, or all if there are fewer
     held_out = 0  # of them, in the first `num_files`
     starts: list[int] = []  # of its documents
+    is_whole = True
     for before, tokens in stream:
         head.append((before, tokens))
         starts += (total + np.flatnonzero(tokens == eot)).tolist()
@@ -167,17 +177,22 @@ def hold_out(
         if place.file < num_files:
             held_out = total
         elif total > held_out and total >= 2 * max(size, val_tokens):
+            is_whole = False
             break
-    if num_files and held_out == sum(start < held_out for start in starts):  # only <|endoftext|>
-        raise UserError("what is named for validation holds no text: name other files")
     wanted = held_out or val_tokens
     if not wanted:
         wanted = size if total >= 2 * size else max(1, total // 20)
-    if wanted >= total:
-        raise UserError(f"{total} tokens, {wanted} for validation: nothing is left to train on")
     # or more, up to where the next document starts, if that is nearby
     near = (start for start in starts if wanted <= start <= min(2 * wanted, size, total // 2))
-    return next(near, wanted), replay(head, stream)
+    split = next(near, wanted)
+    parts = {"validation": (0, held_out if num_files else split)}
+    if is_whole:
+        parts["training"] = (split, total)
+    for purpose, (a, b) in parts.items():
+        if sum(a <= start < b for start in starts) >= b - a:  # only <|endoftext|>
+            problem = f"of {total} tokens, {max(0, b - a)} are for {purpose}"
+            raise UserError(f"{problem}, and they hold no text: give other files, or more")
+    return split, replay(head, stream)
 
 
 def replay(head: deque, stream: Stream) -> Stream:
@@ -245,14 +260,15 @@ def make_shards(config: Config, folder: Path) -> str:
     except BrokenProcessPool:
         raise UserError("a worker was killed: to resume, try fewer --workers") from None
     counts = ", ".join(f"{name}: {n:,}" for name, n in manifest["counts"].items() if n)
-    first = Shard(folder / manifest["shards"][0]["name"])  # the split for validation
-    num_bytes = sum(tokenizer.sizes[tokens].sum() for tokens in first.read_all())
-    size = num_bytes / first.num_tokens
+    held_out = find_shards(folder, "val")
+    num_tokens = sum(shard.num_tokens for shard in held_out)
+    pieces = (tokens for shard in held_out for tokens in shard.read_all())
+    size = sum(tokenizer.sizes[tokens].sum() for tokens in pieces) / num_tokens
     return (
         f"{folder}: {manifest['tokens']:,} tokens in {len(manifest['shards'])} shards ({counts})\n"
         f"vocabulary: {tokenizer}, {size:.2f} bytes per token of the text for validation\n"
-        f"for validation: {first.num_tokens:,} tokens, "
-        f"{first.num_tokens / manifest['tokens']:.1%} of the text, {where}"
+        f"for validation: {num_tokens:,} tokens, "
+        f"{num_tokens / manifest['tokens']:.1%} of the text, {where}"
     )
 
 
@@ -274,6 +290,9 @@ def shard_text(
     if given or config.vocab_size:
         manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
+    if (n := manifest["counts"].get(LITERAL)) and (files[-1].local or files[-1].commit):
+        hint = "to make each begin a document, give a .jsonl file with a document in each line"
+        print(f"{n:,} times the text itself says {END}, which stays text: {hint}", file=sys.stderr)
     where = files[0].held_out or "its beginning"
     if files[0].local and where == "its beginning":
         where += "; to choose another text: --val-source FILE"

@@ -2,6 +2,7 @@
 
 import codecs
 import errno
+import gzip
 import hashlib
 import io
 import json
@@ -21,12 +22,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 from urllib.parse import unquote, urlparse
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import requests
 from conftest import EOT, POINTER, HerePool, documents, environment, run_program
 from contract import TOLD, call, contents
 from tqdm import tqdm
@@ -210,14 +213,14 @@ def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
     pq.write_table(pa.table({"text": ["one", None, "two\n"]}), tmp_path / "d.parquet")
     for path in sorted(tmp_path.iterdir()):
         [(_, batch)] = read_batches(files_of(path))
-        assert [text for text, _ in batch] == ["one", "", "two\n"], path.name
+        assert [text for text, *_ in batch] == ["one", "", "two\n"], path.name
     pq.write_table(pa.table({"text": pa.nulls(2)}), tmp_path / "e.parquet")
     (tmp_path / "f.TXT").write_text("three")
     (tmp_path / "g.md").write_text("four")
     texts = [
         t for name in "efg" for _, b in read_batches(files_of(tmp_path / f"{name}.*")) for t in b
     ]
-    assert [text for text, _ in texts] == ["", "", "three", "four"]
+    assert [text for text, *_ in texts] == ["", "", "three", "four"]
 
 
 # -- the stream and its shards
@@ -231,9 +234,8 @@ def stream_of(texts, size, before=BEGINNING, limit=10**9):
     place, counts = before
     batches = []
     for i in range(place.text, len(texts), size):
-        batches.append(
-            (Place(0, i, 0), tokenize([(text, True) for text in texts[i : i + size]], gpt2(), None))
-        )
+        whole = [(text, True, ("", "")) for text in texts[i : i + size]]
+        batches.append((Place(0, i, 0), tokenize(whole, gpt2(), None)))
     return stream_tokens(iter(batches), limit, Counter(counts), tqdm(disable=True), EOT)
 
 
@@ -242,7 +244,7 @@ def pack_all(stream, size, val_tokens=0):
     return pack(stream, size, first)
 
 
-@pytest.mark.parametrize("shard_size", [1, 64, 777, 1500])
+@pytest.mark.parametrize("shard_size", [2, 64, 777, 1500])
 def test_shards_hold_the_stream_and_each_cursor_leads_to_the_same_rest(shard_size):
     texts = prose(60, words=20)
     whole = expected(texts)
@@ -285,7 +287,7 @@ def test_the_first_tokens_are_held_out(lengths, shard_size, val_tokens, held):
 
 
 def test_tokens_that_are_packed_do_not_stay_in_memory():
-    arrays = [np.full(100, EOT, np.uint16) for _ in range(8)]
+    arrays = [np.full(100, 1, np.uint16) for _ in range(8)]
     first = weakref.ref(arrays[0])
     shards = pack_all(((BEGINNING, arrays.pop(0)) for _ in range(8)), size=200)
     for _ in range(2):
@@ -294,9 +296,14 @@ def test_tokens_that_are_packed_do_not_stay_in_memory():
 
 
 def test_a_corpus_that_leaves_nothing_to_train_on_is_refused():
-    for texts, val_tokens in ((["two words"], 5), ([], 0)):
-        told = sentence(pack_all, stream_of(texts, 1), 100, val_tokens)
-        assert "nothing is left to train on" in told
+    """Nor does one that leaves <|endoftext|> alone: it is no text."""
+    for texts, val_tokens, told in (
+        (["two words"], 5, "of 3 tokens, 0 are for training, and they hold no text"),
+        ([], 0, "of 0 tokens, 0 are for training, and they hold no text"),
+        (["two words", "", ""], 3, "of 5 tokens, 2 are for training"),
+        (["", "", "two words"], 2, "of 5 tokens, 2 are for validation"),
+    ):
+        assert told in sentence(pack_all, stream_of(texts, 1), 100, val_tokens)
 
 
 # -- decontamination
@@ -326,24 +333,41 @@ def test_shared_runs_of_13_words_are_found_wherever_they_stand():
     assert found == slow
 
 
+def test_a_passage_across_two_stretches_is_cut_out_of_both(tmp_path, monkeypatch):
+    """A .txt comes in stretches, whose ends the passage knows nothing of."""
+    monkeypatch.setattr(sources, "STRETCH", 9000)
+    run = " ".join(f"w{i}" for i in range(13))
+    benchmark = Benchmark([run])
+    for before in range(8850, 9100, 9):  # where the first stretch ends in it, or near
+        (tmp_path / "a.txt").write_text("a " * (before // 2) + run + " b" * 5000)
+        texts = [text for _, batch in read_batches(files_of(tmp_path / "a.txt")) for text in batch]
+        assert len(texts) > 1
+        tokens, counts = tokenize(texts, gpt2(), benchmark)
+        kept = texts_in(tokens)
+        whole = "".join(text for text, *_ in texts)
+        [(_, a), (b, _)] = cut_out(whole, benchmark)[0]
+        assert (kept[0], "".join(kept[1:])) == (whole[:a], whole[b:]), before
+        assert counts["cuts"] == 1 or counts["cuts"] == 2  # in one stretch, or in both
+
+
 def test_a_match_is_cut_with_200_characters_on_each_side():
     run = " ".join(f"w{i}" for i in range(13))
     benchmark = Benchmark([run])
     before = "a " * 300
     after = " b" * 250
     text = before + run.upper() + "," + after
-    left, cuts = cut_out(text, benchmark.find(text))
+    left, cuts = cut_out(text, benchmark)
     assert (left, cuts) == ([(0, 400), (len(before + run) + 1 + 200, len(text))], 1)
     # 198, 1 and 198 characters would be left
     text = "a " * 199 + run + " b" * 200 + " " + run + " b" * 199
-    assert cut_out(text, benchmark.find(text)) == ([], 2)
+    assert cut_out(text, benchmark) == ([], 2)
     text = "c " * 250 + (run + " b" * 210 + " ") * 10
-    left, cuts = cut_out(text, benchmark.find(text))
+    left, cuts = cut_out(text, benchmark)
     assert cuts == 10 and left == [(0, 300), (len(text) - 221, len(text))]
     many = (run + " c" * 300 + " ") * 11
-    assert cut_out(many, benchmark.find(many)) == ([], 11)
+    assert cut_out(many, benchmark) == ([], 11)
     stretch = "c " * 60_000 + many
-    assert len(cut_out(stretch, benchmark.find(stretch))[0]) == 12, "a part of a long file"
+    assert len(cut_out(stretch, benchmark)[0]) == 12, "a part of a long file"
 
 
 # -- the command
@@ -361,7 +385,8 @@ def test_every_document_comes_back_exactly_with_any_workers(tmp_path, method, wo
         tmp_path / "a.txt",
     ]
     options = ["--data-dir", tmp_path / "out", "--shard-size", 50_000, "--workers", workers]
-    assert not run("--source", *paths, *options, method=method).stderr
+    told = run("--source", *paths, *options, method=method).stderr
+    assert told.startswith("6 times the text itself says <|endoftext|>, which stays text: to make")
     tokens = tokens_in(tmp_path / "out")
     replaced = SURROGATES.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     everything = [*texts, *texts[:20], replaced, (tmp_path / "a.txt").read_bytes().decode()]
@@ -374,7 +399,7 @@ def test_the_standard_library_comes_in_one_order_that_begins_with_a_fair_sample(
     left_out = re.compile(r"(^|/)(tests?|idle_test|site-packages)/")
     assert not any(left_out.search(file.name) for file in files)
     assert len({file.name.split("/")[0] for file in files[: len(files) // 20]}) > 10
-    pieces = [piece for _, batch in read_batches(files) for piece, _ in batch]
+    pieces = [piece for _, batch in read_batches(files) for piece, *_ in batch]
     assert len(pieces) == len(files)
     i = [file.name for file in files].index("json/decoder.py")
     assert pieces[i] == Path(json.decoder.__file__).read_text()
@@ -666,7 +691,7 @@ def test_an_empty_file_cannot_be_the_text_for_validation(tmp_path):
     write_jsonl(tmp_path / "good.jsonl", ["x"])
     (tmp_path / "void.txt").touch()
     source = ["--source", tmp_path / "good.jsonl", "--val-source", tmp_path / "void.txt"]
-    assert "holds no text" in run(*source, "--data-dir", tmp_path / "out", code=1).stderr
+    assert "hold no text" in run(*source, "--data-dir", tmp_path / "out", code=1).stderr
 
 
 def test_a_failed_run_leaves_folders_that_another_one_uses_by_then(tmp_path, monkeypatch):
@@ -895,7 +920,17 @@ def test_ready_tokens_are_downloaded_checked_resumed_and_trained_on(hub, tmp_pat
         assert all(map(np.array_equal, found, expected)) and len(found) == len(expected)
     assert "4 shards are as they were written" in run("--verify", "--data-dir", out).stdout
     hub.commit = COMMIT
+    offer(hub, fw_val_000004=llm_c(tokens[1]))
     some = tmp_path / "some"
+    said = ready(hub, some, "--max-tokens", 400).stdout
+    assert "for validation: 600 tokens, 66.7% of the text" in said
+    names = [shard["name"][-10:] for shard in read_manifest(some)["shards"]]
+    assert names == ["000000.bin", "000004.bin", "000001.bin"], "one to train on, at least"
+    offer(hub, other_train_000001=llm_c(tokens[1]))
+    several = "holds several sets of tokens, ['deep/fw_', 'deep/other_']"
+    assert several in ready(hub, tmp_path / "several", code=1).stderr
+    del hub.siblings[-2:]
+    some = tmp_path / "less"
     ready(hub, some, "--max-tokens", 400)
     assert [shard["name"][-10:] for shard in read_manifest(some)["shards"]] == [
         "000000.bin",
@@ -940,6 +975,43 @@ def test_what_is_not_gpt2s_tokens_is_refused(hub, tmp_path):
     assert "tokens:o/d has tokens already: leave out vocab_size" in typed
 
 
+def test_a_text_file_on_the_hub_is_one_document_with_its_newlines(hub, tmp_path):
+    """`datasets` would give its lines, without their ends."""
+    text = "\n\n".join(prose(300, words=90)) + "\r\n"
+    hub.files = {"a.txt": text.encode(), "b.txt.gz": gzip.compress(text.encode())}
+    from_hub(hub, tmp_path / "out", source="d")
+    assert texts_in(tokens_in(tmp_path / "out")) == [text, text]
+
+
+@pytest.mark.parametrize("column", [[["a"], ["b"]], [{"a": 1}, {"a": 2}], [1, 2]])
+def test_a_column_that_is_no_text_is_told_at_once(hub, tmp_path, column):
+    pq.write_table(pa.table({"text": column}), tmp_path / "file")
+    hub.files = {"a.parquet": (tmp_path / "file").read_bytes()}
+    errors = from_hub(hub, tmp_path / "out", source="d", code=1)
+    assert "not of text; --column names another" in errors and "trying again" not in errors
+
+
+@pytest.mark.parametrize("error, is_permanent", [
+    (FileNotFoundError("gone"), True),
+    (UnicodeDecodeError("utf-8", b"a", 0, 1, "no"), True),
+    (requests.HTTPError(response=Mock(status_code=403)), True),
+    (requests.HTTPError(response=Mock(status_code=429)), False),
+    (requests.HTTPError(response=Mock(status_code=503)), False),
+    (ConnectionResetError(), False),
+    (pa.ArrowInvalid("the stream broke off"), False),
+])  # fmt: skip
+def test_only_what_may_pass_is_tried_again(monkeypatch, capsys, error, is_permanent):
+    waits = []
+    monkeypatch.setattr("time.sleep", waits.append)
+
+    def read():
+        raise error
+        yield
+
+    told = sentence(list, sources.read_patiently(sources.File("a", read, commit="c")))
+    assert told.startswith("a cannot be read") and len(waits) == (0 if is_permanent else 6)
+
+
 NOT_THERE = {
     "nothere": "cannot be read (RepositoryNotFoundError",
     "d:nosuch": "Available: ['default', 'sample-10BT']",
@@ -974,11 +1046,11 @@ def make(folder: Path, *sources, **options) -> str:
 def unfinished(tmp_path, here):
     """A folder whose run ended behind some shards, and its glob: the second file is mended now."""
     write_jsonl(tmp_path / "a.jsonl", prose(250, words=10))
-    second = write_jsonl(tmp_path / "b.jsonl", ["the last"])
+    second = write_jsonl(tmp_path / "b.jsonl", ["the last " * 30])
     second.write_bytes(b"{")
     folder = tmp_path / "unfinished"
     assert "b.jsonl, line 1" in sentence(make, folder, tmp_path / "*.jsonl")
-    write_jsonl(second, ["the last"])
+    write_jsonl(second, ["the last " * 30])
     assert len(json.loads((folder / "manifest.json").read_text())["shards"]) > 3
     return folder, tmp_path / "*.jsonl"
 
@@ -1111,6 +1183,56 @@ def test_a_finished_folder_of_stdlib_outlives_an_update_of_python(tmp_path, here
     assert "nothing to do" in make(tmp_path / "out", "stdlib")
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig"])
+def test_a_text_that_windows_wrote_is_the_same_text(tmp_path, monkeypatch, encoding):
+    """Without a mark, UTF-16 was read as ASCII with NULs between."""
+    monkeypatch.setattr(sources, "STRETCH", 999)
+    text = "One and two.\r\n" * 99 + "Łódź 🙂"
+    (tmp_path / "a.txt").write_bytes(text.encode(encoding))
+    texts = [text for _, batch in read_batches(files_of(tmp_path / "a.txt")) for text in batch]
+    assert "".join(text for text, *_ in texts) == text
+    (tmp_path / "a.txt").write_bytes(text.encode("utf-16-le")[:-1])
+    told = sentence(list, read_batches(files_of(tmp_path / "a.txt")))
+    assert re.search(r"byte [\d,]+ is not UTF-16-LE: unexpected end", told)
+
+
+@pytest.mark.parametrize("links", [0, 1, 2])
+def test_links_to_the_folder_above_end_and_lose_nothing(tmp_path, monkeypatch, links):
+    """glob follows each: two of them take 2 to the power of 40 folders."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine/a", "mine/b/c", "mine/.hidden", "elsewhere"):
+        Path(name).mkdir(parents=True)
+        Path(name, "x.txt").write_text(name)
+    Path("mine/d").symlink_to(tmp_path / "elsewhere")
+    before = sources.find_paths("mine/**/*.txt")
+    assert before == [f"mine/{name}/x.txt" for name in ("a", "b/c", "d")]
+    for name in "ab"[:links]:
+        Path("mine", name, "up").symlink_to(tmp_path / "mine")
+    assert sources.find_paths("mine/**/*.txt") == before
+    assert sources.find_paths(f"{tmp_path}/mine/**/*.txt") == [f"{tmp_path}/{x}" for x in before]
+    assert sources.find_paths("**/c/*.txt") == ["mine/b/c/x.txt"]
+    assert sources.find_paths("mine/**/c/**/*.txt") == ["mine/b/c/x.txt"]
+    assert "give 'mine/**/*.txt'" in sentence(files_of, "mine")
+
+
+def test_a_tokenizer_json_of_someone_else_is_neither_replaced_nor_deleted(tmp_path, here, outcome):
+    write_jsonl(tmp_path / "a.jsonl", prose(60))
+    folder = tmp_path / "out"
+    for begin in ({}, {"overwrite": True}):
+        for options in ({}, {"vocab_size": 300}):
+            folder.mkdir(exist_ok=True)
+            (folder / "tokenizer.json").write_text("mine")
+            told = sentence(make, folder, tmp_path / "*.jsonl", **options, **begin)
+            assert f"{folder}/tokenizer.json" in told or "holds tokenizer.json" in told
+            assert (folder / "tokenizer.json").read_text() == "mine"
+            outcome("weights and tokenizers", f"foreign: {options} {begin}", TOLD)
+        (folder / "tokenizer.json").unlink()
+        make(
+            folder, tmp_path / "*.jsonl", **begin
+        )  # of GPT-2's tokens: the manifest names no vocabulary
+        assert "tokenizer.json" not in contents(folder)
+
+
 def test_a_byte_order_mark_is_no_text_and_a_file_named_twice_is_read_once(tmp_path, here):
     texts = prose(2)
     marked = [tmp_path / "a.txt", write_jsonl(tmp_path / "b.jsonl", texts[1:])]
@@ -1150,7 +1272,7 @@ def test_training_refuses_unfinished_data_until_the_same_command_finishes_it(unf
 
 def test_an_error_of_ours_is_not_told_as_a_full_disk(tmp_path, here, monkeypatch):
     monkeypatch.setattr(fineweb, "pack", lambda *_, **__: os.stat("/a bug"))
-    write_jsonl(tmp_path / "a.jsonl", ["x"])
+    write_jsonl(tmp_path / "a.jsonl", ["x " * 99])
     with pytest.raises(FileNotFoundError, match="/a bug"):
         make(tmp_path / "out", tmp_path / "a.jsonl")
 

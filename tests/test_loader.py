@@ -272,7 +272,9 @@ INCOMPLETE = "is not complete; the same fineweb.py command"
     ("x_train_000000.npy", npy(np.zeros(100, np.int64)), "int64.*put it back"),
     ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*put it back"),
     ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "put it back"),
-    ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "55713.*another tokenizer"),
+    ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "tokens of 32 bits"),  # Llama's
+    ("train.bin", np.arange(999, dtype=np.uint32).tobytes(), "tokens of 32 bits"),
+    ("train.bin", np.arange(99, 99999, 99).tobytes(), "tokens of 32 bits"),  # or of 64
     ("train.bin", bytes(101), "101 bytes"),
     ("x_train_000000.npy", npy(np.zeros(8, np.uint16)), "all have 8"),
     ("x_train_000000.npy", npy(np.full(20, 50300, np.uint16)), "token 50300.*50257"),
@@ -283,3 +285,11 @@ def test_a_shard_that_cannot_be_used_is_one_sentence_with_its_name(tmp_path, nam
     with pytest.raises(UserError, match=words) as error:
         DataLoaderLite(tmp_path, "train", 1, 8).next_batch()
     assert str(tmp_path) in str(error.value)
+
+
+def test_two_sets_of_shards_are_not_mixed(shards):
+    write_shard(shards / "other_train_000001.npy", documents(1000, seed=1))
+    told = r"holds other_train\*.npy and toy_train\*.npy: move all but one set away"
+    with pytest.raises(UserError, match=told):
+        DataLoaderLite(shards, "train", 1, 8)
+    DataLoaderLite(shards, "val", 1, 8).close()

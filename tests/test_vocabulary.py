@@ -151,7 +151,7 @@ def test_files_that_are_named_for_validation_are_held_out_whole(tmp_path, option
         make(tmp_path / "own", tmp_path / "*.txt", **options)
     (tmp_path / "empty.jsonl").write_text("\n")
     val = (str(tmp_path / "empty.jsonl"),)
-    with pytest.raises(UserError, match="what is named for validation holds no text"):
+    with pytest.raises(UserError, match="0 are for validation, and they hold no text"):
         make(tmp_path / "none", tmp_path / "a.txt", val_source=val, **options)
 
 
@@ -203,7 +203,7 @@ def test_at_most_ten_megabytes_are_held_out_whatever_comes_later(monkeypatch):
             yield "x" * 100, True
 
     assert sources.find_split([sources.File("a", read)], 1e9) == [0, 10, 0]
-    assert len(asked) == 200 and sources.find_split([sources.File("a", read)], 4000) == [0, 2, 0]
+    assert len(asked) == 201 and sources.find_split([sources.File("a", read)], 4000) == [0, 2, 0]
 
 
 def test_tiny_shakespeare_has_nanogpts_split(tmp_path):

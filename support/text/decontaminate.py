@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 
@@ -39,11 +40,18 @@ def split_words(text: str) -> list[str]:
     return re.sub(r"[^\w\s]|_", "", text.lower()).split()  # without punctuation
 
 
-def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
-    """Cuts each match and its MARGIN out of a text -> (start, end) of the rest; how many cuts."""
+def cut_out(
+    text: str, benchmark: Benchmark | None, before: str = "", after: str = ""
+) -> tuple[list[tuple[int, int]], int]:
+    """Cuts each match and its MARGIN out of a text -> (start, end) of the rest; how many cuts.
+
+    before, after: what a stretch of a long document has around it. A match may reach across.
+    """
+    whole = before + text + after
+    matches = benchmark.find(whole) if benchmark else []
     if not matches:
         return [(0, len(text))], 0
-    words = [word.span() for word in re.finditer(r"\S+", text) if split_words(word[0])]
+    words = [word.span() for word in re.finditer(r"\S+", whole) if split_words(word[0])]
     pieces: list[tuple[int, int]] = []
     end = 0  # of the last cut
     for match in matches:
@@ -51,8 +59,10 @@ def cut_out(text: str, matches: list[int]) -> tuple[list[tuple[int, int]], int]:
         if start > end or not pieces:
             pieces.append((end, start))
         end = words[match + NGRAM - 1][1] + MARGIN
-    cuts = len(pieces)
-    pieces.append((end, len(text)))
+    pieces.append((end, len(whole)))
+    first, last = len(before), len(before) + len(text)
+    cuts = sum(a < last and b > first for (_, a), (b, _) in pairwise(pieces))
     if cuts > MOST_CUTS * max(1, len(text) / 100_000):  # a .txt comes in stretches of a megabyte
         return [], cuts
-    return [(start, end) for start, end in pieces if end - start >= MARGIN], cuts
+    kept = [(max(a, first), min(b, last)) for a, b in pieces if b - a >= MARGIN]
+    return [(a - first, b - first) for a, b in kept if a < b], cuts

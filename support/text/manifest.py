@@ -25,7 +25,8 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     first["counts"] = dict.fromkeys(COUNTS, 0)
     first["cursor"] = {"file": 0, "text": 0, "token": 0}
     if not (folder / MANIFEST).exists():
-        if others := sorted([*folder.glob("*.npy"), *folder.glob("*.bin")]):
+        own = ("*.npy", "*.bin", TOKENIZER_FILE)  # names of what is written here
+        if others := sorted(path for name in own for path in folder.glob(name)):
             raise UserError(f"{folder} holds {others[0].name}; choose another --data-dir")
         return first
     try:
@@ -34,6 +35,8 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
         if overwrite:
             return first
         raise
+    if "tokenizer" not in manifest and (folder / TOKENIZER_FILE).exists():
+        raise UserError(f"{folder / TOKENIZER_FILE} is not of these shards: move it away")
     then = LATER_OPTIONS | manifest["options"]
     now = LATER_OPTIONS | options
     differing = [key for key in now if now[key] != then[key]]

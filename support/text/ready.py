@@ -28,7 +28,10 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
             repo, revision=commit, timeout=FIRST_ANSWER, files_metadata=True
         )
     files = {file.rfilename: file for file in info.siblings or []}
-    splits = {name: match[2] for name in files if (match := SHARD_NAME.fullmatch(name))}
+    matches = [match for match in map(SHARD_NAME.fullmatch, files) if match]
+    splits = {match[0]: match[2] for match in matches}
+    if len(sets := sorted({match[1] or "" for match in matches})) > 1:
+        raise UserError(f"{source} holds several sets of tokens, {sets}: name a dataset of one")
     if {*splits.values()} != {"train", "val"}:
         raise UserError(f"{source}: it has no files like *_train_000001.bin and *_val_000000.bin")
     manifest["sources"][source] = info.sha
@@ -38,7 +41,7 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
     most = options["max_tokens"] or math.inf
     ordered = sorted(splits, key=lambda name: (splits[name] == "train", name))
     for name in ordered[len(shards) :]:  # the others have been checked
-        if len(shards) > 1 and manifest["tokens"] >= most:
+        if "train" in (shard["split"] for shard in shards) and manifest["tokens"] >= most:
             break
         with reading(f"{source}, {name}"):
             hf_hub_download(repo, name, repo_type="dataset", revision=info.sha, local_dir=folder)
@@ -66,4 +69,6 @@ def check_ready(path: Path, eot: int, announced: str | None) -> tuple[int, int, 
         if not shard.offset or tokens.max() > eot:
             raise UserError(f"{path} has no GPT-2 tokens in llm.c's format: name another dataset")
         documents += int((tokens == eot).sum())
+    if documents == shard.num_tokens:
+        raise UserError(f"{path} has no text, only <|endoftext|>: name another dataset")
     return shard.num_tokens, documents, sha256

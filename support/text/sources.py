@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.metadata import distributions
-from itertools import groupby, islice
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -62,7 +62,12 @@ FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 RETRY_WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 OTHER_COLUMN = "--column names another, which all files must have"
 
-Text = tuple[str, bool]  # a document or a stretch of a long one; whether the document starts here
+AROUND = 2000  # characters before and behind a stretch: more than 13 words and a margin
+
+Stretch = tuple[
+    str, bool
+]  # a document or a stretch of a long one; whether the document starts here
+Text = tuple[str, bool, tuple[str, str]]  # and what the document has before and behind it
 
 
 class Place(NamedTuple):
@@ -76,7 +81,7 @@ class Place(NamedTuple):
 @dataclass(eq=False)
 class File:
     name: str
-    read: Callable[[], Iterator[Text]]
+    read: Callable[[], Iterator[Stretch]]
     commit: str | None = None  # of the dataset on the hub
     local: bool = False  # the user's own
     stamp: tuple = ()  # a local file's size, last change and SHA-256 when we first read it
@@ -167,7 +172,29 @@ def find_paths(source: str) -> list[str]:
     """The files of a path or a glob, in the order in which they are read. Other sources: none."""
     if source in (*HUB, *ALWAYS_THERE) or source.startswith("hub:"):
         return []
-    return [source] if os.path.exists(source) else sorted(glob.glob(source, recursive=True))
+    return [source] if os.path.exists(source) else sorted(expand(source))
+
+
+def expand(pattern: str) -> list[str]:
+    """glob.glob, where ** means folders of any depth; but it enters each folder once.
+
+    glob follows a link to a folder above it again and again: two of them take forever.
+    """
+    top, recursive, rest = f"/{pattern}".partition("/**/")
+    if not recursive:
+        return glob.glob(pattern)
+    found = []
+    entered = set()
+    for root in glob.glob(top[1:]) if top else [""]:
+        for folder, inside, _ in os.walk(root or ".", followlinks=True):
+            if (place := os.path.realpath(folder)) in entered:
+                inside.clear()
+                continue
+            entered.add(place)
+            inside[:] = sorted(name for name in inside if not name.startswith("."))
+            here = os.path.join(folder, "").removeprefix("" if root else "./")
+            found += expand(glob.escape(here) + rest)
+    return found
 
 
 def find_local(source: str, column: str) -> Iterator[File]:
@@ -180,7 +207,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
             inside = glob.escape(path)
             globs = [os.path.join(inside, folders, end) for end in ends for folders in ("", "**")]
-            found = " ".join(shlex.quote(g) for g in globs if glob.glob(g, recursive=True))
+            found = " ".join(shlex.quote(g) for g in globs if expand(g))
             hint = f"give {found}" if found else "name other files, or copies that end in .txt"
             raise UserError(f"{path}: .txt, .md, .jsonl and .parquet are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
@@ -201,7 +228,10 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
     urls = builder.config.data_files[split]
     for i, url in enumerate(urls):  # each file is a shard of the stream
         tables = partial(stream.shard(len(urls), i).iter, batch_size=100)
-        yield File(url, partial(read_rows, tables, column, url), info.sha)
+        read = partial(read_rows, tables, column, url)
+        if hasattr(builder.config, "sample_by"):  # of a .txt file, `datasets` would make lines
+            read = partial(read_text, url)
+        yield File(url, read, info.sha)
 
 
 def find_changes(sources: list[str], stamps: dict[str, list], all_read: bool) -> list[str]:
@@ -236,7 +266,7 @@ def find_split(files: list[File], most: float) -> list[int]:
     """
     size = 0
     first: list[tuple] = []  # texts: the bytes before each, its place, it, is it a start
-    for i, j, (text, starts) in read_texts(files):
+    for i, j, (text, starts, _) in read_texts(files):
         if size <= 2 * MOST_HELD_OUT:
             first.append((size, i, j, text, starts))
         size += num_bytes(text)
@@ -280,8 +310,8 @@ def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Itera
     size = 0
     distinct = 0  # bytes of `words`
     words: set[str] = set()
-    for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
-        spans, _ = cut_out(text, benchmark.find(text) if benchmark else [])
+    for _, _, (text, _, around) in read_texts([file for file in files if not file.held_out]):
+        spans, _ = cut_out(text, benchmark, *around)
         yield from (text[start:end] for start, end in spans)
         size += num_bytes(text)
         new = set(re.findall(r"[^\W_]+", text)) - words
@@ -298,7 +328,7 @@ def read_for_vocabulary(files: list[File], benchmark: Benchmark | None) -> Itera
 def find_size(files: list[File], most: float) -> float:
     """The bytes of the text to train on, at most `most`, as far as VOCABULARY_TEXT."""
     size = 0
-    for _, _, (text, _) in read_texts([file for file in files if not file.held_out]):
+    for _, _, (text, *_) in read_texts([file for file in files if not file.held_out]):
         size += num_bytes(text)
         if size >= min(VOCABULARY_TEXT, most):
             break
@@ -313,19 +343,24 @@ def num_bytes(text: str) -> int:
 
 
 def open_file(path: str) -> Any:
-    """Opens a file, and unpacks it by the end of its name."""
+    """Opens a file, here or on the hub, and unpacks it by the end of its name."""
+    file: Any = path
+    if path.startswith("hf://"):
+        from huggingface_hub import HfFileSystem
+
+        file = HfFileSystem().open(path, "rb")
     if path.lower().endswith(".gz"):
-        return gzip.open(path)
+        return gzip.open(file)
     if path.lower().endswith(".zst"):
         import pyarrow
 
-        return io.BufferedReader(pyarrow.input_stream(path, compression="zstd"))
-    return open(path, "rb")
+        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    return open(path, "rb") if file is path else file
 
 
-def read_text(path: str, column: str = "") -> Iterator[Text]:
+def read_text(path: str, column: str = "") -> Iterator[Stretch]:
     """Yields a text file, one document, in stretches with the same tokens as the whole."""
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()  # without the byte order mark
+    decoder = None
     done = 0  # bytes decoded
     text = ""
     starts = True
@@ -334,13 +369,16 @@ def read_text(path: str, column: str = "") -> Iterator[Text]:
         while not final:
             data = file.read(STRETCH)
             final = len(data) < STRETCH
+            # without the byte order mark; UTF-16 by its mark or its zeros, as Windows writes it
+            decoder = decoder or codecs.getincrementaldecoder(json.detect_encoding(data))()
             seen = max(0, len(text) - 1)  # no stretch ends before: this keeps the time linear
             try:
                 text += decoder.decode(data, final)
             except UnicodeDecodeError as error:
                 waiting, _ = decoder.getstate()  # the first bytes of a character
                 place = done - len(waiting) + error.start
-                raise ValueError(f"byte {place:,} is not UTF-8: {error.reason}") from error
+                name = error.encoding.upper()
+                raise ValueError(f"byte {place:,} is not {name}: {error.reason}") from error
             done += len(data)
             if not final and (stretch := BEFORE_LAST_SPACE.match(text, seen)):
                 yield text[: stretch.end()], starts
@@ -349,10 +387,10 @@ def read_text(path: str, column: str = "") -> Iterator[Text]:
     yield text, starts
 
 
-def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text]:
+def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Stretch]:
     """Yields a file in whole lines, without the text that the benchmark has too."""
     text = "".join(stretch for stretch, _ in read_text(path))
-    for start, end in cut_out(text, benchmark().find(text))[0]:
+    for start, end in cut_out(text, benchmark())[0]:
         piece = text[start:end]
         if start:
             piece = piece.partition("\n")[2]
@@ -362,7 +400,7 @@ def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Text
             yield piece, True
 
 
-def read_jsonl(path: str, column: str) -> Iterator[Text]:
+def read_jsonl(path: str, column: str) -> Iterator[Stretch]:
     """Yields the text under `column` of each JSON object: a line of the file, or all in a list."""
     begun = False
     with open_file(path) as file:
@@ -389,7 +427,7 @@ def take_text(row: Any, column: str, where: str) -> str:
     return row[column] or ""
 
 
-def read_parquet(path: str, column: str) -> Iterator[Text]:
+def read_parquet(path: str, column: str) -> Iterator[Stretch]:
     """Yields a column's rows. `datasets` would need more memory, and a second to start."""
     import pyarrow.parquet as pq
 
@@ -401,12 +439,13 @@ def read_parquet(path: str, column: str) -> Iterator[Text]:
         yield from read_rows(tables, column, path)
 
 
-def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterator[Text]:
+def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterator[Stretch]:
     """Yields each row of a column of Arrow's tables; a null is an empty document."""
-    from pyarrow.types import is_primitive
+    from pyarrow.types import is_nested, is_primitive
 
     for table in tables():
-        if is_primitive(kind := table.column(column).type):  # numbers, dates, …
+        kind = table.column(column).type
+        if is_primitive(kind) or is_nested(kind):  # numbers, dates, …; lists, structs
             raise UserError(f"{name}: {column!r} is of {kind}, not of text; {OTHER_COLUMN}")
         for text in table.column(column).cast("string").to_pylist():
             yield text or "", True
@@ -441,14 +480,35 @@ def read_texts(files: list[File], file: int = 0, start: int = 0) -> Iterator[tup
     for i in range(file, len(files)):
         first, skipped = files[i].begin
         last, taken = files[i].end
-        texts = enumerate(read_patiently(files[i]))
-        for j, (text, starts) in islice(texts, max(start, first), last + (taken > 0)):
+        texts = enumerate(with_neighbours(read_patiently(files[i])))
+        for j, (text, starts, around) in islice(texts, max(start, first), last + (taken > 0)):
             text = text[skipped if j == first else 0 : taken if j == last else None]
-            yield i, j, (text, starts or j == first)  # a document starts where a part begins
+            if (j == first and skipped) or j == last:
+                around = ("", "")  # a part ends inside of it
+            yield i, j, (text, starts or j == first, around)  # a document starts where a part does
         start = 0
 
 
-def read_patiently(file: File) -> Iterator[Text]:
+# errors that another attempt would only repeat, besides HTTP's 4xx
+PERMANENT: tuple = (UserError, FileNotFoundError, PermissionError, NotImplementedError)
+PERMANENT += (UnicodeError, LookupError, TypeError, MemoryError)
+
+
+def is_permanent(error: Exception) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    return isinstance(error, PERMANENT) or (status // 100 == 4 and status not in (408, 429))
+
+
+def with_neighbours(stretches: Iterator[Stretch]) -> Iterator[Text]:
+    """Yields each with the ends of those beside it in its document."""
+    before = ""
+    for (text, starts), (next_text, next_starts) in pairwise(chain(stretches, [("", True)])):
+        before = "" if starts else before
+        yield text, starts, (before, "" if next_starts else next_text[:AROUND])
+        before = text[-AROUND:]
+
+
+def read_patiently(file: File) -> Iterator[Stretch]:
     """Yields each text. Retries if the hub fails. Stamps a local file when it is first read."""
     number = 0
     with reading(file.name):
@@ -463,7 +523,7 @@ def read_patiently(file: File) -> Iterator[Text]:
                     number += 1
                 return
             except Exception as error:
-                if wait is None or not file.commit or isinstance(error, UserError):
+                if wait is None or not file.commit or is_permanent(error):
                     raise
                 print(f"\n{file.name}: {error}; trying again in {wait} s", file=sys.stderr)
             time.sleep(wait)

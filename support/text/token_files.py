@@ -78,6 +78,9 @@ def find_tokens(path: Path) -> tuple[int, int]:
     size = path.stat().st_size - offset
     if size % 2 or (offset and size != 2 * count):
         raise ValueError(f"{size:,} bytes of tokens do not fit its header or its type")
+    halves = np.fromfile(path, np.uint16, 4096, offset=offset)[1::2]  # the upper ones of 32 bits
+    if len(halves) >= 64 and (halves < 4).mean() > 0.9:
+        raise ValueError("every second number is almost zero: these are tokens of 32 bits")
     return offset, size // 2
 
 
@@ -86,6 +89,7 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
 
     Raises UserError if there are none, if one is damaged, or if fineweb.py has not made them all.
     """
+    sets: dict[str, str] = {}  # {name: how names of its set of shards begin and end}
     try:
         manifest = json.loads((data_dir / MANIFEST).read_bytes())
         ours = {shard["name"]: shard.get("split") for shard in manifest["shards"]}
@@ -96,7 +100,11 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
         complete = True
         missing = ""
         pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
-        paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
+        found = filter(None, (pattern.fullmatch(path.name) for path in data_dir.glob("*")))
+        sets = {match[0]: f"{match[1] or ''}{split}*.{match[3]}" for match in found}
+        paths = [data_dir / name for name in sorted(sets)]
+    if len(kinds := sorted({*sets.values()})) > 1:
+        raise UserError(f"{data_dir} holds {' and '.join(kinds)}: move all but one set away")
     if not complete:  # a run that took what is there could not be resumed with all
         raise UserError(f"{data_dir} is not complete; the same fineweb.py command finishes it")
     if missing:
