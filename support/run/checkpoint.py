@@ -115,9 +115,14 @@ class Writer:
         if world.is_main:
             # a tied weight has one name; its parameter is another one in FSDP's next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
-            if world.device.type in SAVES_IN_BACKGROUND:
-                moments["state"] = copy_live(moments["state"], optimizers)
-            moments = resize_states(moments, model.without_padding)
+            live = kept_on_cpu(optimizers) if world.device.type in SAVES_IN_BACKGROUND else set()
+
+            def as_saved(name: str, x: torch.Tensor) -> torch.Tensor:
+                y = model.without_padding(name, x) if x.dim() == 2 else x
+                # of a view, torch.save writes all storage
+                return y.clone() if y.nbytes < x.nbytes or x.data_ptr() in live else y
+
+            moments = change_states(moments, as_saved)
             state = {**state, "version": VERSION, "optimizer": moments}
             work = partial(write, final, model, weights, state, card, self.keep)
         if world.device.type in SAVES_IN_BACKGROUND:
@@ -230,33 +235,21 @@ def load_state(directory: Path) -> dict:
     return state
 
 
-def copy_live(states: dict, optimizers: list[Optimizer]) -> dict:
-    """The optimizers' states, with copies of the tensors that they keep on the CPU.
+def kept_on_cpu(optimizers: list[Optimizer]) -> set[int]:
+    """Where the tensors begin that optimizers keep on the CPU: a step count of AdamW, not fused.
 
-    Offloading copies only a GPU's, and the next update would change the others before they are
-    written: the step count of an AdamW that is not fused, of Adafactor, of RAdam.
+    Offloading copies only a GPU's. The next update would change these before they are written.
     """
-    kept = [x for optimizer in optimizers for own in optimizer.state.values() for x in own.values()]
-    live = {x.data_ptr() for x in kept if type(x) is torch.Tensor and x.device.type == "cpu"}
-
-    def copied(x: Any) -> Any:
-        return x.clone() if type(x) is torch.Tensor and x.data_ptr() in live else x
-
-    return {name: {key: copied(x) for key, x in own.items()} for name, own in states.items()}
+    tensors = [x for o in optimizers for own in o.state.values() for x in own.values()]
+    return {x.data_ptr() for x in tensors if type(x) is torch.Tensor and x.is_cpu}
 
 
-def resize_states(moments: dict, resize: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:
-    """The optimizers' states, with resize(parameter's name, x) for each matrix x."""
-
-    def resized(name: str, x: torch.Tensor) -> torch.Tensor:
-        if not isinstance(x, torch.Tensor) or x.dim() != 2:
-            return x
-        y = resize(name, x)
-        return y.clone() if y.nbytes < x.nbytes else y  # of a view, torch.save writes all storage
-
+def change_states(moments: dict, change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:
+    """The optimizers' states, with change(parameter's name, x) for each tensor x."""
     states = {}
-    for name, state in moments["state"].items():
-        states[name] = {key: resized(name, x) for key, x in state.items()}
+    for name, own in moments["state"].items():
+        is_tensor = {key: isinstance(x, torch.Tensor) for key, x in own.items()}
+        states[name] = {key: change(name, x) if is_tensor[key] else x for key, x in own.items()}
     return {**moments, "state": states}
 
 
@@ -267,10 +260,10 @@ def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> N
     rows = {name: len(p) for name, p in model.named_parameters()}
 
     def pad(name: str, x: torch.Tensor) -> torch.Tensor:
-        is_cut = len(x) == model.config.vocab_size < rows[name]
+        is_cut = x.dim() == 2 and len(x) == model.config.vocab_size < rows[name]
         return F.pad(x, (0, 0, 0, rows[name] - len(x))) if is_cut else x
 
-    padded = resize_states(moments, pad)
+    padded = change_states(moments, pad)
     own = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     # their options (weight decay, betas, fused) stay as they are: flags and device decide
     kept = [  # not those of an optimizer without a state
