@@ -383,7 +383,8 @@ def wrong_places(c: TrainConfig) -> list[str]:
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
-    if not keeps and any(os.path.exists(log_dir / name) for name in (METRICS, "log.txt")):
+    written = (METRICS, "log.txt", "loss.png", "report.md")
+    if not keeps and any(os.path.exists(log_dir / name) for name in written):
         choice = "replace it with --overwrite, or choose another --log-dir"
         if any(log_dir.glob("ckpt_*")):
             choice = f"resume it with --resume auto, {choice}"

@@ -332,13 +332,15 @@ def write_shards(
     limit = begin["token"] + (config.max_tokens or sys.maxsize) - manifest["tokens"]
     counts = Counter(manifest["counts"])
     pool = start_pool(config.workers, prepare_worker, tokenizer, benchmark)
+    patience = 0 if sys.stderr.isatty() else 60  # seconds between lines in a batch job's log
     bar = tqdm(
         desc=config.name,
         initial=manifest["tokens"],
         total=config.max_tokens or None,
         unit="tok",
         unit_scale=True,
-        disable=None,  # None: only in a terminal
+        delay=patience,
+        mininterval=max(0.1, patience),
     )
     with bar, ThreadPoolExecutor(1) as writer:
         # each of these steps is lazy: it works when the next one asks
@@ -408,6 +410,8 @@ def check_flags(config: Config) -> None:
             "--source python contains stdlib, and holds out whole packages: "
             "leave out stdlib, --val-tokens and --decontaminate"
         )
+    if config.hellaswag_path and not config.decontaminate:
+        raise UsageError("--hellaswag-path has no effect without --decontaminate")
     if config.vocab_size in range(1, 257) or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
     own_split = {"python", "tinyshakespeare"} & {*config.source}

@@ -97,7 +97,8 @@ def fill_in(config: SampleConfig) -> SampleConfig:
     is_bare = config.prompt is None and not config.interactive
     model = config.model
     if not model and config.prompt is None:
-        model = str(newest_checkpoint() or "")
+        model = str(newest_checkpoint() or "gpt2")
+        print(f"model: {model}", file=sys.stderr)
     return replace(
         config,
         model=model or "gpt2",

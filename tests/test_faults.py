@@ -143,6 +143,37 @@ def test_a_save_that_is_refused_leaves_the_checkpoint_before_it(tmp_path, monkey
     assert [contents(path) for path in tmp_path.iterdir()] == [before]
 
 
+def test_a_state_that_no_resume_could_read_is_told_when_it_is_saved(tmp_path, tiny):
+    """torch.save takes NumPy's scalars, and torch.load refuses them: it may be too late then."""
+    optimizers = tiny.configure_optimizers()
+    writer = checkpoint.Writer(Stop(start_world("cpu")), tmp_path)
+    with pytest.raises(
+        UserError, match=r"ckpt_000001 cannot be written \(Weights only load failed"
+    ):
+        writer.save(tiny, optimizers, {"step": 1, "rms": np.float64(1)}, {})
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_only_looks_like_our_own_stays(corpus, run_dir):
+    theirs = [run_dir / ".ckpt_good", run_dir / "ckpt_000100"]
+    for path in theirs:
+        path.mkdir()
+        (path / "weights").write_text("theirs")
+    (run_dir / ".ckpt_000008.tmp").mkdir()
+    train(corpus, run_dir, "--overwrite")
+    assert theirs[0].exists() and not (run_dir / ".ckpt_000008.tmp").exists()
+    assert (run_dir / "abandoned_ckpt_000100" / "weights").read_text() == "theirs"
+    assert not (run_dir / "ckpt_000002").exists(), "that of the old run"
+
+
+@pytest.mark.parametrize("name", ["log.txt", "report.md", "loss.png"])
+def test_a_file_of_another_program_is_not_written_over(corpus, tmp_path, name, outcome):
+    (tmp_path / name).write_text("0 val 10.9511\n")  # build-nanogpt's folder is `log`, too
+    done = train(corpus, tmp_path)
+    outcome("logs", f"another program's {name}", judge(done, "holds a run"))
+    assert done.returncode == 2 and (tmp_path / name).read_text() == "0 val 10.9511\n"
+
+
 class Reads(TorchDispatchMode):
     """Counts how often the CPU asks for a value: it would wait for a GPU each time."""
 

@@ -141,6 +141,37 @@ def test_the_padding_of_someone_elses_embedding_is_cropped_but_no_other_size(tmp
             check_vocabulary(str(tmp_path), GPT.from_pretrained(tmp_path))
 
 
+def add_tokens(folder):
+    (folder / "tokenizer.json").unlink()  # as older versions of transformers saved them
+    (folder / "added_tokens.json").write_text('{"<|user|>": 50257}')
+
+
+@pytest.mark.parametrize("change, sentence", [
+    (lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter beside the"),
+    (add_tokens, "vocab.json is not GPT-2's, or added_tokens.json adds tokens"),
+])  # fmt: skip
+def test_what_lies_beside_the_weights_is_used_or_refused(tmp_path, change, sentence, outcome):
+    random_model().save_pretrained(tmp_path)
+    change(tmp_path)
+    with pytest.raises(UserError, match=sentence):
+        GPT.from_pretrained(tmp_path)
+    outcome("weights and tokenizers", sentence, TOLD)
+
+
+@pytest.mark.parametrize("rows, own", [(100277, ""), (50304, train_vocabulary(["a"], 257).json)])
+def test_a_pt_file_of_a_vocabulary_that_is_not_there_is_told(tmp_path, rows, own):
+    """Rows above GPT-2's were once cut off, as padding."""
+    ours = random_model(vocab_size=rows, pad_vocab_to=1)
+    saved = {"model_args": FIELDS | dict(vocab_size=rows), "model": ours.state_dict()}
+    torch.save(saved, tmp_path / "ckpt.pt")
+    if own:
+        (tmp_path / "tokenizer.json").write_text(own)
+    with pytest.raises(
+        UserError, match=f"has {rows} tokens, its tokenizer {257 if own else 50257}"
+    ):
+        check_vocabulary("it", GPT.from_pretrained(tmp_path / "ckpt.pt"))
+
+
 def test_a_pt_file_with_a_vocabulary_of_its_own_takes_the_tokenizer_beside_it(tmp_path):
     own = train_vocabulary(["a b c"], 257)
     fields = FIELDS | dict(vocab_size=257)

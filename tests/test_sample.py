@@ -271,6 +271,13 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
     ]  # fmt: skip
 
 
+def test_a_prompt_that_outgrows_the_window_is_told_once(tiny, capsys):
+    for n, told in ((32, False), (33, True), (33, False)):  # of 32 tokens
+        list(generation.stream_texts(tiny, ["a" + " a" * (n - 1)], 1))
+        said = "of a prompt of 33 tokens, the model sees the last 16"
+        assert (said in capsys.readouterr().err) == told
+
+
 def test_a_terminal_is_asked_for_prompts_until_ctrl_d(monkeypatch, capsys, directory):
     flags = f"--model {directory} --max-new-tokens 5 --temperature 0".split()
     alone = [run(monkeypatch, capsys, *flags, "--prompt", prompt) for prompt in ("Hello", "One")]

@@ -153,6 +153,7 @@ def write(
         remove_leftovers(final.parent)
         model.save_pretrained(beside, weights, card)
         torch.save(state, beside / STATE)
+        load_state(beside)  # it refuses what no resume could read: NumPy's scalars, for instance
         hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
         (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
         for path in (*beside.iterdir(), beside):
@@ -171,7 +172,7 @@ def write(
 
 def remove_leftovers(log_dir: Path) -> None:
     """Removes what a killed process left half-written or half-removed."""
-    for leftover in log_dir.glob(".ckpt_*"):
+    for leftover in (*log_dir.glob(".ckpt_*.tmp"), *log_dir.glob(".ckpt_*.removed")):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

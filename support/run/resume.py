@@ -317,7 +317,7 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
         checkpoint.set_aside(path, "damaged")
     newest = resumed_from.state["step"] if resumed_from and own else -1
     for path in checkpoint.checkpoints(log_dir):
-        if config.overwrite and not own:
+        if config.overwrite and not own and (path / checkpoint.STATE).exists():
             checkpoint.remove(path)
         elif checkpoint.step_of(path) > newest:
             checkpoint.set_aside(path, "abandoned")

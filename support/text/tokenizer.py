@@ -227,11 +227,13 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
         return read_tokenizer(own)
     old = Path(directory, "vocab.json")  # what older models have instead
     if old.exists():
+        added = old.with_name("added_tokens.json")
         with reading(old):
             words = json.loads(old.read_bytes())
+            words |= json.loads(added.read_bytes()) if added.exists() else {}
         if words != json.loads(gpt2().json)["model"]["vocab"]:
             hint = f"have transformers save {TOKENIZER_FILE} beside it"
-            raise UserError(f"{old} is not GPT-2's: {hint}")
+            raise UserError(f"{old} is not GPT-2's, or {added.name} adds tokens: {hint}")
     return gpt2()
 
 

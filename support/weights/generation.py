@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from support.base.console import say_once
 from support.base.errors import UserError
 from support.machine.device import evaluation_mode
 from support.text.tokenizer import replace_surrogates
@@ -194,6 +195,9 @@ def stream_texts(
     yield prompts
     eot = model.tokenizer.eot if stop else None
     rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
+    window = model.config.block_size
+    if (longest := max(map(len, rows))) > window:
+        say_once(f"of a prompt of {longest} tokens, the model sees the last {max(1, window // 2)}")
     spell = model.tokenizer.encoding.decode_single_token_bytes
     decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in rows]
     for tokens in stream(model, rows, max_new_tokens, stop=eot, **options):

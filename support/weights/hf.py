@@ -99,6 +99,11 @@ def read_model(name: str | Path) -> Pretrained:
     if not os.path.isdir(path):
         path = download_pretrained(origin)
         origin += " (from the Hugging Face hub)"
+    if (path / "adapter_config.json").exists():
+        hint = "merge it into the weights, by peft's merge_and_unload"
+        raise UserError(
+            f"{path} has an adapter beside the weights, which is not applied here: {hint}"
+        )
     fields, fingerprint = read_config(path)
     with reading(f"the weights in {path}"):
         weights = read_weights(path)
@@ -155,17 +160,22 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             theirs["activation_function"] = OPENAI["activation_function"]
         shape = {key: theirs[key] for key in (*SIZES, "n_positions")}
         n_inner = theirs.get("n_inner") and 4 * theirs["n_embd"]  # null means that, too
-        eot = tokenizer_in(directory).eot
-        expected = OPENAI | UNUSUAL | shape | dict(n_inner=n_inner, eos_token_id=eot)
+        tokenizer = tokenizer_in(directory)
+        expected = OPENAI | UNUSUAL | shape | dict(n_inner=n_inner, eos_token_id=tokenizer.eot)
         for key, value in expected.items():
             if theirs.get(key, value) != value:
                 raise ValueError(f"{key} is {theirs[key]}, and OpenAI's GPT-2 has {value}")
         unused = theirs.keys() - expected.keys() - HARMLESS
         if names := sorted(name for name in unused if not name.startswith(("_", "summary_"))):
             say_once(f"{path}: settings that are not used here: {', '.join(names)}")
-        if theirs["vocab_size"] in [math.ceil((eot + 1) / n) * n for n in (64, 128)]:
-            theirs["vocab_size"] = eot + 1  # others pad it
+        theirs["vocab_size"] = without_padding(theirs["vocab_size"], tokenizer)
         return {key: theirs[key] for key in SIZES} | {"block_size": theirs["n_positions"]}, None
+
+
+def without_padding(rows: int, tokenizer: Tokenizer) -> int:
+    """The size of the vocabulary, if an embedding has as many rows as others pad it to."""
+    size = tokenizer.vocab_size
+    return size if rows in [math.ceil(size / n) * n for n in (64, 128)] else rows
 
 
 def gpt2_weights(weights: Weights, vocab_size: int) -> Weights:
@@ -203,14 +213,14 @@ def read_pt(path: Path) -> Pretrained:
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in (*SIZES, "block_size")}
-        fields["vocab_size"] = min(theirs["vocab_size"], VOCAB_SIZE)  # theirs counts the padding
         if fields["vocab_size"] < 257:
             raise UserError(f"{path} has a vocabulary of characters, which nothing here reads")
+        tokenizer = tokenizer_in(path.parent)
+        fields["vocab_size"] = without_padding(fields["vocab_size"], tokenizer)
         weights = gpt2_weights(saved["model"], fields["vocab_size"])
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
             weights.setdefault(name.replace(".weight", ".bias"), torch.zeros(len(w)))
-    tokenizer = gpt2() if fields["vocab_size"] == VOCAB_SIZE else tokenizer_in(path.parent)
     program = "nanoGPT" if "model_args" in saved else "build-nanogpt"
     if program == "nanoGPT":
         say_once(f"{path}: nanoGPT trains with exact GELU, so the logits differ slightly here")
