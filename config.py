@@ -347,7 +347,7 @@ IN_VAIN: list[tuple[str, dict[str, Any]]] = [
     ("sample_tokens num_samples", dict(sample_every=0)),  # sample.py continues the prompt
     ("keep_checkpoints", dict(checkpoint_every=0, checkpoint_minutes=0, save_best=False)),
     ("find_nan", dict(resume="none")),
-    ("find_nan overwrite save_best tracker", dict(eval_only=True)),
+    ("find_nan", dict(eval_only=True)),
 ]
 
 

@@ -113,7 +113,8 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int, began: str = ""
         return tracker
     except Exception as error:  # not logged in, no network, …
         problem = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"--tracker {name} does not start ({problem}): leave it out") from error
+        advice = "fix that, or leave it out"
+        raise UserError(f"--tracker {name} does not start ({problem}): {advice}") from error
 
 
 def open_tensorboard(directory: Path, step: int) -> Any:

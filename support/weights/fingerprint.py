@@ -26,6 +26,7 @@ EMBEDDING = "transformer.wte.weight"  # names of tensors
 POSITIONS = "transformer.wpe.weight"
 CLOSE = 1e-4  # standard deviations of the logits; rounding makes 2e-6, exact GELU 1e-3
 LARGE = 100.0  # how many times larger a trained model's logits are than the made-up one's
+PERIOD = 262139  # after so many, a prime, made-up numbers repeat: an XL has 30 million in a block
 MOST_LAYERS = 12  # that are compared: an XL's 48 would take seconds
 EARLIER = [dict(n_layer=2, n_head=2, n_embd=32)]  # the small model of older checkpoints
 
@@ -99,8 +100,9 @@ def compare(make: Callable[[Any], GPT], config: GPTConfig) -> tuple[str, str, Te
 
 def numbers(name: str, *shape: int) -> Tensor:
     """Numbers between -1 and 1 that depend on the name alone, the same in every version."""
-    bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(math.prod(shape))
-    return torch.from_numpy((bits >> 11) * 2.0**-52 - 1).float().view(shape)
+    n = math.prod(shape)
+    bits = np.random.PCG64(zlib.crc32(name.encode())).random_raw(min(n, PERIOD))
+    return torch.from_numpy(np.resize(np.float32((bits >> 11) * 2.0**-52 - 1), n)).view(shape)
 
 
 def made_up(name: str, *shape: int) -> Tensor:
