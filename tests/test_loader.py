@@ -273,6 +273,8 @@ INCOMPLETE = "is not complete; the same fineweb.py command"
     ("x_train_000000.npy", npy(np.zeros((10, 10), np.uint16)), r"\(10, 10\).*put it back"),
     ("x_train_000000.bin", llm_c_header(20240520, 99) + bytes(20), "put it back"),
     ("x_train_000000.bin", llm_c_header(20240801, 10) + bytes(20), "tokens of 32 bits"),  # Llama's
+    ("train.bin", bytes(range(32, 122)) * 99, "these are characters, not tokens"),
+    ("train.bin", np.arange(99, dtype=np.uint16).repeat(9).tobytes(), "these are characters"),
     ("train.bin", np.arange(999, dtype=np.uint32).tobytes(), "tokens of 32 bits"),
     ("train.bin", np.arange(99, 99999, 99).tobytes(), "tokens of 32 bits"),  # or of 64
     ("train.bin", bytes(101), "101 bytes"),

@@ -5,6 +5,7 @@ reads them from a given place.
 """
 
 import codecs
+import fnmatch
 import glob
 import gzip
 import hashlib
@@ -205,10 +206,12 @@ def find_local(source: str, column: str) -> Iterator[File]:
         kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
         if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
-            inside = glob.escape(path)
-            globs = [os.path.join(inside, folders, end) for end in ends for folders in ("", "**")]
-            found = " ".join(shlex.quote(g) for g in globs if expand(g))
-            hint = f"give {found}" if found else "name other files, or copies that end in .txt"
+            inside = os.path.join(glob.escape(path), "**")
+            files = expand(os.path.join(inside, "*"))
+            found = [os.path.join(inside, end) for end in ends if fnmatch.filter(files, end)]
+            hint = "name other files, or copies that end in .txt"
+            if found:
+                hint = f"give {shlex.join(found)}"
             raise UserError(f"{path}: .txt, .md, .jsonl and .parquet are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
 

@@ -15,7 +15,7 @@ import numpy as np
 from support.base.errors import UserError, reading
 from support.base.files import refuse_pointer, write_whole
 from support.base.process import command_for
-from support.text.names import MANIFEST
+from support.text.names import MANIFEST, TOKENIZER_FILE
 from support.text.tokenizer import Tokenizer, tokenizer_of_data
 
 LLMC_MAGIC = 20240520  # llm.c's header is 256 int32 words: this, version, number of tokens, zeros
@@ -78,9 +78,12 @@ def find_tokens(path: Path) -> tuple[int, int]:
     size = path.stat().st_size - offset
     if size % 2 or (offset and size != 2 * count):
         raise ValueError(f"{size:,} bytes of tokens do not fit its header or its type")
-    halves = np.fromfile(path, np.uint16, 4096, offset=offset)[1::2]  # the upper ones of 32 bits
+    first = np.fromfile(path, np.uint8, 8192, offset=offset)
+    halves = first[: len(first) // 4 * 4].view(np.uint16)[1::2]  # the upper ones of 32 bits
     if len(halves) >= 64 and (halves < 4).mean() > 0.9:
         raise ValueError("every second number is almost zero: these are tokens of 32 bits")
+    if len(halves) >= 64 and first.max() < 128 and not path.with_name(TOKENIZER_FILE).exists():
+        raise ValueError("all its bytes are below 128: these are characters, not tokens")
     return offset, size // 2
 
 

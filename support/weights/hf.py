@@ -236,6 +236,7 @@ def download_pretrained(name: str) -> Path:
         raise UserError(f"{name}: there is no such directory")
     with reading(f"{name!r} is not a directory here, and on the hub it"):
         texts = ["config.json", TOKENIZER_FILE, "tokenizer_config.json", "vocab.json"]
+        texts += ["adapter_config.json", "added_tokens.json"]
         directory = Path(snapshot_download(name, allow_patterns=[*texts, "model*.safetensors*"]))
         if not any(directory.glob("model*.safetensors")):  # an older repository
             snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
