@@ -707,7 +707,8 @@ def test_the_state_of_another_device_is_loaded_for_fused_kernels(finished, monke
 
 
 def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus, run_dir):
-    other = "--total-batch-size 128 --seed 7 --no-shuffle --batch-size 4 --val-tokens 99"
+    other = "--total-batch-size 128 --seed 7 --no-shuffle --batch-size 4 --val-tokens 99 "
+    other += "--val-every 8"
     same = "--dtype auto --device auto --max-steps 8 --checkpoint-every 8 --resume auto"
     done = train(corpus, run_dir, f"{other} {same}")
     [line] = [line for line in done.stdout.splitlines() if "with other settings" in line]
@@ -1598,7 +1599,7 @@ def test_a_run_knows_its_own_checkpoint_by_any_path(corpus, run_dir, monkeypatch
     assert not list(run_dir.glob("abandoned_ckpt_000004*"))
 
 
-@pytest.mark.parametrize("flag", ["--find-nan", "--eval-only --init-from"])
+@pytest.mark.parametrize("flag", ["--find-nan --resume auto", "--eval-only --init-from"])
 def test_without_a_run_an_unreadable_shard_is_a_sentence_too(shards, finished, tmp_path, flag):
     for shard in shards.glob("*.npy"):
         np.save(shard, np.full(700, 60_000, np.uint16))
