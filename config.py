@@ -162,7 +162,8 @@ class TrainConfig(Computation, Evaluation, Recipe, BatchSize, Model, Start):
 
     def as_flags(self) -> list[str]:
         """What repeats a run with these settings, whichever way they were chosen."""
-        left_out = ("preset", "minutes", "log_dir", "resume", "overwrite")
+        left_out = ["preset", "minutes", "log_dir", "resume", "overwrite"]
+        left_out += idle_settings(vars(self))
         flags = []
         for name, usual in TrainConfig().saved().items():
             value = getattr(self, name)
@@ -337,7 +338,7 @@ def check_chosen(config: TrainConfig, processes: int) -> list[str]:
     return wrong_sizes(config, processes) + without_effect(config)
 
 
-# settings without effect, where others have these values
+# settings that are of no use where others have these values
 IN_VAIN: list[tuple[str, dict[str, Any]]] = [
     ("embedding_lr", dict(optimizer="adamw")),
     ("decay_frac", dict(decay="cosine")),
@@ -352,7 +353,7 @@ IN_VAIN: list[tuple[str, dict[str, Any]]] = [
 
 
 def idle_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """{name: the flags that take its effect away} of the settings that are IN_VAIN."""
+    """{name: the flags that make it useless} of the settings that are IN_VAIN."""
     idle: dict[str, str] = {}
     for names, where in IN_VAIN:
         if all(settings.get(other) == value for other, value in where.items()):
@@ -366,7 +367,7 @@ def without_effect(c: TrainConfig) -> list[str]:
     problems = []
     for name, flags in idle_settings(vars(c)).items():
         if name in c.typed and getattr(c, name):
-            problems.append(f"--{name.replace('_', '-')} has no effect with {flags}")
+            problems.append(f"--{name.replace('_', '-')} is of no use with {flags}")
     is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()
     if c.overwrite and is_own and c.init_from != "scratch":
         problems.append("--overwrite would delete --init-from's model: choose another --log-dir")

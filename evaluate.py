@@ -58,7 +58,7 @@ class Evaluations:
         return schedule
 
     def shortened(self) -> tuple["Evaluations", dict[str, float]]:
-        """The same evaluations on a part, to be timed; how many times as long each takes whole."""
+        """The same on a part, to be timed, and for some, how many times as long they take whole."""
         tokens = self.config.sample_tokens
         part: dict[str, Any] = dict(sample_tokens=min(64, tokens))
         times = {"samples": tokens / part["sample_tokens"]}

@@ -105,7 +105,7 @@ LITERAL = f"{END} as text"  # a count, besides the manifest's COUNTS
 def tokenize(
     texts: list[Text], tokenizer: Tokenizer, benchmark: Benchmark | None
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS."""
+    """Tokenizes texts, without what the benchmark has, too -> uint16 tokens; COUNTS and LITERAL."""
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
     counts: Counter = Counter()
@@ -181,7 +181,7 @@ def hold_out(
             break
     wanted = held_out or val_tokens
     if not wanted:
-        wanted = size if total >= 2 * size else max(1, total // 20)
+        wanted = size if total >= 2 * size else max(2, total // 20)
     # or more, up to where the next document starts, if that is nearby
     near = (start for start in starts if wanted <= start <= min(2 * wanted, size, total // 2))
     split = next(near, wanted)
@@ -290,7 +290,8 @@ def shard_text(
     if given or config.vocab_size:
         manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
-    if (n := manifest["counts"].get(LITERAL)) and (files[-1].local or files[-1].commit):
+    is_plain = any(sources.kind_of(file.name) in ("txt", "md") for file in files)
+    if (n := manifest["counts"].get(LITERAL)) and is_plain:
         hint = "to make each begin a document, give a .jsonl file with a document in each line"
         print(f"{n:,} times the text itself says {END}, which stays text: {hint}", file=sys.stderr)
     where = files[0].held_out or "its beginning"
@@ -341,6 +342,7 @@ def write_shards(
         unit_scale=True,
         delay=patience,
         mininterval=max(0.1, patience),
+        maxinterval=max(10, patience),
     )
     with bar, ThreadPoolExecutor(1) as writer:
         # each of these steps is lazy: it works when the next one asks

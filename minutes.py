@@ -248,7 +248,7 @@ def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict
             start = time.perf_counter()
             if every:
                 measure(0)
-                seconds = times[name] * (time.perf_counter() - start)
+                seconds = times.get(name, 1) * (time.perf_counter() - start)
                 evaluations[name] = (seconds, every)  # of the second time: the first compiles
     updates = []
     for n in range(1 + MOST_REHEARSED):

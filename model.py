@@ -376,7 +376,7 @@ class GPT(nn.Module):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Says whether this code is a GPT-2. Computed once, in a fifth of a second for the 124M."""
+        """Says whether this code is a GPT-2. Computed once, in half a second for the 124M."""
         return take_fingerprint(self)
 
 

@@ -492,7 +492,7 @@ def test_an_arm_is_not_refused_for_a_flag_of_the_base_that_is_in_vain_with_its_o
     arms = compare.read_arms(compare.CompareConfig(base, ("adamw: --optimizer adamw",)))
     assert [arm.settings["optimizer"] for arm in arms] == ["muon", "adamw"]
     assert "--embedding-lr" in arms[0].flags and "--embedding-lr" not in arms[1].flags
-    with pytest.raises(UserError, match="--embedding-lr has no effect"):
+    with pytest.raises(UserError, match="--embedding-lr is of no use"):
         arm = "adamw: --optimizer adamw --embedding-lr 2"
         compare.read_arms(compare.CompareConfig(base, (arm,)))
 

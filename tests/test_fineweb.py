@@ -927,7 +927,7 @@ def test_ready_tokens_are_downloaded_checked_resumed_and_trained_on(hub, tmp_pat
     names = [shard["name"][-10:] for shard in read_manifest(some)["shards"]]
     assert names == ["000000.bin", "000004.bin", "000001.bin"], "one to train on, at least"
     offer(hub, other_train_000001=llm_c(tokens[1]))
-    several = "holds several sets of tokens, ['deep/fw_', 'deep/other_']"
+    several = "holds several sets of tokens, ['deep/fw_train', 'deep/fw_val', 'deep/other_train']"
     assert several in ready(hub, tmp_path / "several", code=1).stderr
     del hub.siblings[-2:]
     some = tmp_path / "less"

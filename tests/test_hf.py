@@ -147,7 +147,7 @@ def add_tokens(folder):
 
 
 @pytest.mark.parametrize("change, sentence", [
-    (lambda folder: (folder / "adapter_config.json").write_text("{}"), "has an adapter beside the"),
+    (lambda folder: (folder / "adapter_config.json").write_text("{}"), "holds an adapter, which"),
     (add_tokens, "vocab.json is not GPT-2's, or added_tokens.json adds tokens"),
 ])  # fmt: skip
 def test_what_lies_beside_the_weights_is_used_or_refused(tmp_path, change, sentence, outcome):
@@ -247,7 +247,7 @@ def test_a_tokenizer_that_splits_text_otherwise_is_refused(tmp_path, settings):
     for name in ("tokenizer.json", "vocab.json"):
         (tmp_path / name).unlink()
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="is of a tokenizer that splits text otherwise"):
+    with pytest.raises(UserError, match="is of a tokenizer that gives a text other tokens"):
         GPT.from_pretrained(tmp_path)
 
 
@@ -310,6 +310,12 @@ def test_a_checkpoint_of_nanogpt_loads(tmp_path, capsys, prefix, bias):
     assert same_weights(back, ours)
     assert "(from nanoGPT)" in back.origin
     assert "nanoGPT trains with exact GELU, so the logits differ" in capsys.readouterr().err
+    weights[f"{prefix}transformer.wte.weight"] = torch.randn(50432, 16)
+    weights[f"{prefix}transformer.wte.weight"][:50257] = ours.transformer.wte.weight[:50257]
+    weights[f"{prefix}lm_head.weight"] = weights[f"{prefix}transformer.wte.weight"]
+    saved["model_args"]["vocab_size"] = 50432  # others pad to multiples of 256
+    torch.save(saved, tmp_path / "ckpt.pt")
+    assert same_weights(GPT.from_pretrained(tmp_path / "ckpt.pt"), ours)
     saved["model_args"]["vocab_size"] = 65
     torch.save(saved, tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match="has a vocabulary of characters, which nothing"):
@@ -579,6 +585,14 @@ def test_a_model_changed_after_it_was_built_is_saved_as_what_it_is(
     outcome("changed models", change.__name__, TOLD)
 
 
+def test_a_whole_state_dict_has_the_tied_head_and_is_a_gpt2s(tmp_path):
+    ours = random_model()
+    average = {name: w.clone() for name, w in ours.state_dict().items()}
+    ours.save_pretrained(tmp_path, average)
+    assert not transformers.GPT2LMHeadModel.from_pretrained(tmp_path).training
+    assert same_weights(GPT.from_pretrained(tmp_path), ours)
+
+
 def test_a_class_that_is_changed_between_two_saves_is_labelled_as_it_is(tmp_path, monkeypatch):
     ours = random_model()
     ours.save_pretrained(tmp_path / "a")
@@ -596,6 +610,10 @@ def test_changed_models_of_which_no_small_form_runs_are_told_apart(tmp_path, mon
     with pytest.raises(UserError, match="does not have the same change"):
         GPT.from_pretrained(tmp_path)
     outcome("changed models", "no small form runs", TOLD)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["fingerprint_of"]  # an earlier revision had other words for the same
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    GPT.from_pretrained(tmp_path)
 
 
 def test_a_change_of_the_logits_alone_says_that_the_loss_has_none(monkeypatch):

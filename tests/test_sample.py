@@ -124,11 +124,11 @@ def test_top_p_takes_no_token_more_than_it_needs():
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        (dict(lengths=[0, 3]), r"prompt \[\]: it needs a token"),
+        (dict(lengths=[0, 3]), r"prompt \[\]: give at least one token"),
         (dict(lengths=[2, 4]), r"lengths \[2, 4\]: idx has 3 columns"),
         (dict(lengths=torch.tensor([2, -1])), r"lengths \[2, -1\]"),
-        (dict(idx=torch.zeros(2, 0, dtype=torch.int64)), "it needs a token"),
-        (dict(idx=torch.tensor([[50257]])), r"prompt \[50257\].* none above 50256"),
+        (dict(idx=torch.zeros(2, 0, dtype=torch.int64)), "give at least one token"),
+        (dict(idx=torch.tensor([[50257]])), r"prompt \[50257\].* from 0 to 50256"),
         (dict(temperature=-1), "temperature -1"),
         (dict(temperature=math.nan), "temperature nan"),
         (dict(top_k=-1), "top_k -1"),

@@ -155,6 +155,7 @@ def test_a_tokenizer_json_is_known_by_its_ranks_however_it_is_written(tmp_path, 
     content["post_processor"] = BOS | {"single": [SEQUENCE]}
     content["truncation"] = dict(direction="Right", max_length=2, strategy="LongestFirst", stride=0)
     content["model"]["continuing_subword_prefix"] = ""
+    content["decoder"] = None
     content["pre_tokenizer"]["trim_offsets"] = True
     content["model"]["merges"] = [merge.split(" ") for merge in content["model"]["merges"]]
     (tmp_path / "tokenizer.json").write_text(json.dumps(content, indent=1))

@@ -1219,17 +1219,17 @@ def test_a_launchers_variables_without_the_launcher_are_named_or_harmless(
 
 
 @pytest.mark.parametrize("flags, words", [
-    ("--embedding-lr 2", "--embedding-lr has no effect with --optimizer=adamw"),
-    ("--preset quickstart --optimizer adamw --embedding-lr=4", "--embedding-lr has no effect"),
-    ("--decay-frac 0.5 --decay linear", "--decay-frac has no effect with --decay=linear"),
-    ("--save-best --val-every 0", "--save-best has no effect with --val-every=0"),
-    ("--find-nan", "--find-nan has no effect with --resume=none"),
-    ("--init-from gpt2 --eval-only --find-nan", "--find-nan has no effect with --eval-only"),
+    ("--embedding-lr 2", "--embedding-lr is of no use with --optimizer=adamw"),
+    ("--preset quickstart --optimizer adamw --embedding-lr=4", "--embedding-lr is of no use"),
+    ("--decay-frac 0.5 --decay linear", "--decay-frac is of no use with --decay=linear"),
+    ("--save-best --val-every 0", "--save-best is of no use with --val-every=0"),
+    ("--find-nan", "--find-nan is of no use with --resume=none"),
+    ("--init-from gpt2 --eval-only --find-nan", "--find-nan is of no use with --eval-only"),
     ("--init-from gpt2 --eval-only --save-best --overwrite", ""),  # a training command, and this
-    ("--preset quickstart --hellaswag-limit 9", "--hellaswag-limit has no effect with --hella"),
-    ("--sample-every 0 --sample-tokens 9", "--sample-tokens has no effect with --sample-every=0"),
-    ("--val-every 0 --val-tokens 9999", "--val-tokens has no effect with --val-every=0"),
-    ("--checkpoint-every 0 --checkpoint-minutes 0 --keep-checkpoints 3", "--keep-checkpoints has"),
+    ("--preset quickstart --hellaswag-limit 9", "--hellaswag-limit is of no use with --hella"),
+    ("--sample-every 0 --sample-tokens 9", "--sample-tokens is of no use with --sample-every=0"),
+    ("--val-every 0 --val-tokens 9999", "--val-tokens is of no use with --val-every=0"),
+    ("--checkpoint-every 0 --checkpoint-minutes 0 --keep-checkpoints 3", "--keep-checkpoints is"),
     ("--checkpoint-every 0 --keep-checkpoints 3", ""),  # by the clock
     ("--resume auto --find-nan --hellaswag-every 0", ""),
     ("--overwrite --resume auto", "--overwrite starts over, and --resume auto goes on"),

@@ -445,7 +445,7 @@ def test_another_models_file_is_read_and_its_absence_means_gpt2s(trained, tmp_pa
     checkpoint = shutil.copytree(trained / "log" / "ckpt_000006", tmp_path / "model")
     (checkpoint / "tokenizer.json").unlink()
     (checkpoint / "vocab.json").unlink()
-    with pytest.raises(UserError, match="tokenizer that splits text otherwise"):
+    with pytest.raises(UserError, match="tokenizer that gives a text other tokens"):
         GPT.from_pretrained(checkpoint)
     (checkpoint / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="eos_token_id is 299, and OpenAI's GPT-2 has 50256"):

@@ -41,7 +41,8 @@ def run_script(main: Callable[[list[str]], None], at_once: bool = False) -> None
             code = 0
             silence_stdout()
         else:
-            traceback.print_exc()
+            with suppress(OSError):  # nobody reads standard error either
+                traceback.print_exc()
     if at_once:  # Python's finalization would wait for threads and processes
         with suppress(OSError):
             sys.stdout.flush()

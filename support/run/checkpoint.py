@@ -249,8 +249,9 @@ def change_states(moments: dict, change: Callable[[str, torch.Tensor], torch.Ten
     """The optimizers' states, with change(parameter's name, x) for each tensor x."""
     states = {}
     for name, own in moments["state"].items():
-        is_tensor = {key: isinstance(x, torch.Tensor) for key, x in own.items()}
-        states[name] = {key: change(name, x) if is_tensor[key] else x for key, x in own.items()}
+        states[name] = {
+            key: change(name, x) if isinstance(x, torch.Tensor) else x for key, x in own.items()
+        }
     return {**moments, "state": states}
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 EVENTS = ("run", "resume", "diverged", "end")
 METRICS = "metrics.jsonl"
 HELLASWAG = 10042  # examples of its validation split
-MEASURES = {"val": "val_tokens", "hella": "total"}  # the field of a record: how much it was made on
+MEASURES = {"val": "val_tokens", "hella": "total"}  # the field that says how much was evaluated
 GO_ON = "resume with --resume auto"
 
 
@@ -50,11 +50,10 @@ class Log:
 
     def track(self, *, step: int, type: str, **values: Any) -> None:
         """Sends a record to the tracker, if there is one."""
-        if self.tracker:
-            if type == "samples":
-                values["samples"] = "\n\n---\n\n".join(values["samples"])
-            known = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
-            self.tell_tracker("log", {f"{type}/{k}": v for k, v in known.items()}, step=step)
+        if type == "samples":
+            values["samples"] = "\n\n---\n\n".join(values["samples"])
+        known = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
+        self.tell_tracker("log", {f"{type}/{k}": v for k, v in known.items()}, step=step)
 
     def tell_tracker(self, method: str, *arguments: Any, **options: Any) -> None:
         """Calls the tracker. It only watches: where it fails, the run goes on without it."""

@@ -28,9 +28,9 @@ def fetch_shards(source: str, folder: Path, manifest: dict) -> tuple[Tokenizer, 
             repo, revision=commit, timeout=FIRST_ANSWER, files_metadata=True
         )
     files = {file.rfilename: file for file in info.siblings or []}
-    matches = [match for match in map(SHARD_NAME.fullmatch, files) if match]
+    matches = list(filter(None, map(SHARD_NAME.fullmatch, files)))
     splits = {match[0]: match[2] for match in matches}
-    if len(sets := sorted({match[1] or "" for match in matches})) > 1:
+    if len(sets := sorted({(match[1] or "") + match[2] for match in matches})) > 2:
         raise UserError(f"{source} holds several sets of tokens, {sets}: name a dataset of one")
     if {*splits.values()} != {"train", "val"}:
         raise UserError(f"{source}: it has no files like *_train_000001.bin and *_val_000000.bin")

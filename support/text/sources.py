@@ -65,9 +65,8 @@ OTHER_COLUMN = "--column names another, which all files must have"
 
 AROUND = 2000  # characters before and behind a stretch: more than 13 words and a margin
 
-Stretch = tuple[
-    str, bool
-]  # a document or a stretch of a long one; whether the document starts here
+# a document, or a stretch of a long one; whether the document starts here
+Stretch = tuple[str, bool]
 Text = tuple[str, bool, tuple[str, str]]  # and what the document has before and behind it
 
 
@@ -198,12 +197,17 @@ def expand(pattern: str) -> list[str]:
     return found
 
 
+def kind_of(path: str) -> str:
+    """The kind of a file, packed or not, by the end of its name: of READERS, if it is read."""
+    return path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+
+
 def find_local(source: str, column: str) -> Iterator[File]:
     """Yields the files of a path or a glob."""
     if not (paths := find_paths(source)):
         raise UserError(f"{source}: no such file, and none of the sources in --help")
     for path in paths:
-        kind = path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+        kind = kind_of(path)
         if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
             inside = os.path.join(glob.escape(path), "**")
@@ -232,7 +236,7 @@ def find_on_hub(source: str, column: str, revision: str) -> Iterator[File]:
     for i, url in enumerate(urls):  # each file is a shard of the stream
         tables = partial(stream.shard(len(urls), i).iter, batch_size=100)
         read = partial(read_rows, tables, column, url)
-        if hasattr(builder.config, "sample_by"):  # of a .txt file, `datasets` would make lines
+        if kind_of(url) == "txt":  # `datasets` would make a document of each line
             read = partial(read_text, url)
         yield File(url, read, info.sha)
 
@@ -486,8 +490,10 @@ def read_texts(files: list[File], file: int = 0, start: int = 0) -> Iterator[tup
         texts = enumerate(with_neighbours(read_patiently(files[i])))
         for j, (text, starts, around) in islice(texts, max(start, first), last + (taken > 0)):
             text = text[skipped if j == first else 0 : taken if j == last else None]
-            if (j == first and skipped) or j == last:
-                around = ("", "")  # a part ends inside of it
+            if j == first and skipped:
+                around = ("", around[1])
+            if j == last:
+                around = (around[0], "")
             yield i, j, (text, starts or j == first, around)  # a document starts where a part does
         start = 0
 

@@ -81,9 +81,11 @@ def find_tokens(path: Path) -> tuple[int, int]:
     first = np.fromfile(path, np.uint8, 8192, offset=offset)
     halves = first[: len(first) // 4 * 4].view(np.uint16)[1::2]  # the upper ones of 32 bits
     if len(halves) >= 64 and (halves < 4).mean() > 0.9:
-        raise ValueError("every second number is almost zero: these are tokens of 32 bits")
+        raise UserError(f"{path} has tokens of 32 bits: make it anew with tokens of 16, or others")
     if len(halves) >= 64 and first.max() < 128 and not path.with_name(TOKENIZER_FILE).exists():
-        raise ValueError("all its bytes are below 128: these are characters, not tokens")
+        raise UserError(
+            f"{path} has characters, not tokens: make shards of its text, by fineweb.py"
+        )
     return offset, size // 2
 
 
@@ -92,7 +94,6 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
 
     Raises UserError if there are none, if one is damaged, or if fineweb.py has not made them all.
     """
-    sets: dict[str, str] = {}  # {name: how names of its set of shards begin and end}
     try:
         manifest = json.loads((data_dir / MANIFEST).read_bytes())
         ours = {shard["name"]: shard.get("split") for shard in manifest["shards"]}
@@ -103,11 +104,11 @@ def find_shards(data_dir: Path, split: str) -> list[Shard]:
         complete = True
         missing = ""
         pattern = re.compile(rf"(.*_)?{split}(_\d+)?\.(npy|bin)")
-        found = filter(None, (pattern.fullmatch(path.name) for path in data_dir.glob("*")))
-        sets = {match[0]: f"{match[1] or ''}{split}*.{match[3]}" for match in found}
-        paths = [data_dir / name for name in sorted(sets)]
-    if len(kinds := sorted({*sets.values()})) > 1:
-        raise UserError(f"{data_dir} holds {' and '.join(kinds)}: move all but one set away")
+        paths = sorted(path for path in data_dir.glob("*") if pattern.fullmatch(path.name))
+    if len({path.suffix for path in paths}) > 1:
+        raise UserError(
+            f"{data_dir} holds two sets of {split} shards, .npy and .bin: move one away"
+        )
     if not complete:  # a run that took what is there could not be resumed with all
         raise UserError(f"{data_dir} is not complete; the same fineweb.py command finishes it")
     if missing:

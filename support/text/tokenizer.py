@@ -208,7 +208,7 @@ def what_decides(content: str) -> list:
     added = [(token["id"], token["content"]) for token in parts["added_tokens"]]
     model = parts["model"]
     other = [model.get(name) or None for name in OTHERWISE]
-    decoder = parts["decoder"]["type"]
+    decoder = (parts["decoder"] or {}).get("type", "ByteLevel")
     same = [parts["normalizer"], parts["pre_tokenizer"], decoder, added, around, other]
     return [*same, model["type"], model["vocab"], model["merges"]]
 
@@ -222,7 +222,7 @@ def tokenizer_in(directory: str | Path) -> Tokenizer:
             theirs = json.loads(settings.read_bytes())
             is_known = "GPT2" in theirs.get("tokenizer_class", "GPT2") or own.exists()
             if any(theirs.get(name) for name in CONFIGURED) or not is_known:
-                raise UserError(f"{settings} is of a tokenizer that splits text otherwise")
+                raise UserError(f"{settings} is of a tokenizer that gives a text other tokens")
     if own.exists():
         return read_tokenizer(own)
     old = Path(directory, "vocab.json")  # what older models have instead

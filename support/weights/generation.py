@@ -131,7 +131,7 @@ def stream(
     last = model.config.vocab_size - 1
     for prompt in prompts:  # the rows of the padding would be read as tokens
         if not prompt or min(prompt) < 0 or max(prompt) > last:
-            raise UserError(f"prompt {prompt[:9]}: it needs a token, and none above {last}")
+            raise UserError(f"prompt {prompt[:9]}: give at least one token, each from 0 to {last}")
     contexts = [list(prompt) for prompt in prompts]  # what each row can look at
     longest = max(map(len, contexts)) + max_new_tokens
     rounded = -(-longest // 256) * 256  # few sizes, because compile_step compiles each anew

@@ -100,10 +100,8 @@ def read_model(name: str | Path) -> Pretrained:
         path = download_pretrained(origin)
         origin += " (from the Hugging Face hub)"
     if (path / "adapter_config.json").exists():
-        hint = "merge it into the weights, by peft's merge_and_unload"
-        raise UserError(
-            f"{path} has an adapter beside the weights, which is not applied here: {hint}"
-        )
+        hint = "merge it into its base model, by peft's merge_and_unload"
+        raise UserError(f"{path} holds an adapter, which is not applied here: {hint}")
     fields, fingerprint = read_config(path)
     with reading(f"the weights in {path}"):
         weights = read_weights(path)
@@ -168,14 +166,14 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         unused = theirs.keys() - expected.keys() - HARMLESS
         if names := sorted(name for name in unused if not name.startswith(("_", "summary_"))):
             say_once(f"{path}: settings that are not used here: {', '.join(names)}")
-        theirs["vocab_size"] = without_padding(theirs["vocab_size"], tokenizer)
+        theirs["vocab_size"] = unpadded_size(theirs["vocab_size"], tokenizer)
         return {key: theirs[key] for key in SIZES} | {"block_size": theirs["n_positions"]}, None
 
 
-def without_padding(rows: int, tokenizer: Tokenizer) -> int:
-    """The size of the vocabulary, if an embedding has as many rows as others pad it to."""
+def unpadded_size(rows: int, tokenizer: Tokenizer) -> int:
+    """The vocabulary's size: an embedding's rows without the padding that others add to it."""
     size = tokenizer.vocab_size
-    return size if rows in [math.ceil(size / n) * n for n in (64, 128)] else rows
+    return size if rows in [math.ceil(size / n) * n for n in (64, 128, 256, 1024)] else rows
 
 
 def gpt2_weights(weights: Weights, vocab_size: int) -> Weights:
@@ -216,7 +214,7 @@ def read_pt(path: Path) -> Pretrained:
         if fields["vocab_size"] < 257:
             raise UserError(f"{path} has a vocabulary of characters, which nothing here reads")
         tokenizer = tokenizer_in(path.parent)
-        fields["vocab_size"] = without_padding(fields["vocab_size"], tokenizer)
+        fields["vocab_size"] = unpadded_size(fields["vocab_size"], tokenizer)
         weights = gpt2_weights(saved["model"], fields["vocab_size"])
     for name, w in list(weights.items()):
         if name.endswith(CONV1D) or ".ln_" in name:  # a nanoGPT without biases is one with zeros
@@ -275,7 +273,8 @@ def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
     with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
         ours = take_fingerprint(make(), written.shapes)
     expected = torch.tensor(written.logits)
-    differs: object = ours.difference != written.difference  # all to go by if no small model runs
+    # all to go by if no small model runs; older files have other words for it
+    differs: object = ours.difference != written.difference and written.shapes != EARLIER
     if ours.logits or written.logits:
         differs = other_output(torch.tensor(ours.logits), ours.loss, expected, written.loss)
     if differs:
@@ -324,6 +323,8 @@ def new_run_from(checkpoint: Path) -> str:
 def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, Any]) -> None:
     """Writes a Hugging Face directory from `weights`: the model may train on. card: its rows."""
     weights = {name: model.without_padding(name, w) for name, w in weights.items()}
+    if HEAD in weights and torch.equal(weights[HEAD], weights[EMBEDDING]):
+        del weights[HEAD]  # tied
     # of a model that was changed after it was built, the tensors tell
     difference = other_tensor(weights, model.config) or model.fingerprint.difference
     weights = {name: w.contiguous() for name, w in transposed(weights).items()}
