@@ -83,7 +83,8 @@ def read_arms(config: CompareConfig) -> list[Arm]:
         if not re.fullmatch(r"\w[\w.+-]*", name) or name in [arm.name for arm in arms]:
             raise UserError(f"--arm {text!r}: expected 'name: flags', each name one word and new")
         arm = read_arm(name, flags, base.flags)
-        if any(arm.settings[key] != base.settings[key] for key in ("val_tokens", "data")):
+        measured = ("val_tokens", "sequence_length", "data")
+        if any(arm.settings[key] != base.settings[key] for key in measured):
             refuse_other_text(text, arm, base)
         arm.diff = compare_code(read_code(base.copy), read_code(arm.copy))
         arms.append(arm)
@@ -102,8 +103,8 @@ def refuse_other_text(text: str, arm: Arm, base: Arm) -> None:
         is_part |= a.settings["val_tokens"] // T < (length - 1) // T
     if hashes[0] != hashes[1] or is_part:
         raise UserError(
-            f"--arm {text!r}: arms with other data or val_tokens must hold out the same text, as "
-            "fineweb.py --vocab-size and --tokenizer do, and validate on all of it: "
+            f"--arm {text!r}: with other data, val_tokens or sequence_length, arms must hold out "
+            "the same text (fineweb.py --vocab-size or --tokenizer), and validate on all of it: "
             f"--val-tokens {max(lengths)} in --base"
         )
 

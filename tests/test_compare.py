@@ -430,6 +430,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
     base = f"{FLAGS} --data-dir {tmp_path}/own --val-tokens"
     for arm, val_tokens, words in (
         ("other", 10**6, "must hold out the same text"),
+        ("own --sequence-length 8", 160, "validate on all of it: --val-tokens"),
         ("gpt2", 320, "validate on all of it: --val-tokens"),
     ):
         flags = ["--base", f"{base} {val_tokens}", "--arm", f"it: --data-dir {tmp_path}/{arm}"]

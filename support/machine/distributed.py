@@ -65,10 +65,9 @@ def read_numbers() -> dict[str, int]:
     given = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
     if not under_torchrun() and given.get("RANK", "0") == "0":
         return {}
-    missing = [name for name in VARIABLES if name not in given]
     wrong = [f"{name} is {given[name]!r}" for name in NUMBERS if not given.get(name, "0").isdigit()]
-    if missing or wrong:
-        wrong += [f"{name} is not set" for name in missing]
+    wrong += [f"{name} is not set" for name in VARIABLES if name not in given]
+    if wrong:
         values = " ".join(f"{name}={value}" for name, value in given.items())
         raise UserError(f"{values}, but {', '.join(wrong)}: start with torchrun, or unset them all")
     rank, size, local_rank, local_size = (int(given[name]) for name in NUMBERS)
