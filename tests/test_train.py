@@ -397,7 +397,7 @@ def test_an_optimizer_without_a_state_resumes_beside_one_with(tmp_path):
     moments = [each[1].state[matrices[-1]]["exp_avg"] for each in (optimizers, again)]
     assert torch.equal(*moments) and not again[0].state
     other = {"state": {"transformer.wte.weight": dict(count=3, column=torch.ones(1, 16))}}
-    [state] = checkpoint.resize_states(other, model.without_padding)["state"].values()
+    [state] = checkpoint.states_to_save(other, model, set())["state"].values()
     assert state["count"] == 3 and state["column"].shape == (1, 16), "nothing is cut"
 
 
@@ -801,7 +801,7 @@ def test_another_model_or_optimizer_gives_only_its_weights(corpus, run_dir, tmp_
 def test_no_padding_is_saved_with_an_optimizers_state(tiny, tmp_path):
     wte = "transformer.wte.weight"
     padded = {"state": {wte: {"exp_avg": tiny.transformer.wte.weight.detach()}}}
-    saved = checkpoint.resize_states(padded, tiny.without_padding)["state"][wte]["exp_avg"]
+    saved = checkpoint.states_to_save(padded, tiny, set())["state"][wte]["exp_avg"]
     assert saved.shape == (50257, 32)
     torch.save(saved, tmp_path / "saved.pt")
     assert (tmp_path / "saved.pt").stat().st_size < 50280 * 32 * 4, "of a view, all is written"

@@ -116,13 +116,7 @@ class Writer:
             # a tied weight has one name; its parameter is another one in FSDP's next update
             weights = {name: weights[name] for name, _ in model.named_parameters()}
             live = kept_on_cpu(optimizers) if world.device.type in SAVES_IN_BACKGROUND else set()
-
-            def as_saved(name: str, x: torch.Tensor) -> torch.Tensor:
-                y = model.without_padding(name, x) if x.dim() == 2 else x
-                # of a view, torch.save writes all storage
-                return y.clone() if y.nbytes < x.nbytes or x.data_ptr() in live else y
-
-            moments = change_states(moments, as_saved)
+            moments = states_to_save(moments, model, live)
             state = {**state, "version": VERSION, "optimizer": moments}
             work = partial(write, final, model, weights, state, card, self.keep)
         if world.device.type in SAVES_IN_BACKGROUND:
@@ -243,6 +237,17 @@ def kept_on_cpu(optimizers: list[Optimizer]) -> set[int]:
     """
     tensors = [x for o in optimizers for own in o.state.values() for x in own.values()]
     return {x.data_ptr() for x in tensors if type(x) is torch.Tensor and x.is_cpu}
+
+
+def states_to_save(moments: dict, model: GPT, live: set[int]) -> dict:
+    """The optimizers' states without padding. live: where tensors begin that must be copied."""
+
+    def as_saved(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = model.without_padding(name, x) if x.dim() == 2 else x
+        # of a view, torch.save writes all storage
+        return y.clone() if y.nbytes < x.nbytes or x.data_ptr() in live else y
+
+    return change_states(moments, as_saved)
 
 
 def change_states(moments: dict, change: Callable[[str, torch.Tensor], torch.Tensor]) -> dict:
