@@ -28,7 +28,9 @@ UNSAFE = re.compile(r"This file can still|In PyTorch 2\.6|If you trust")
 
 
 @contextmanager
-def reading(name: str | Path, advice: str = "fix that, then start again") -> Iterator[None]:
+def reading(
+    name: str | Path, advice: str = "fix that, then start again", failed: str = "cannot be read"
+) -> Iterator[None]:
     """Turns any error of a library into one sentence: `name` cannot be read, and why."""
     try:
         yield
@@ -37,7 +39,7 @@ def reading(name: str | Path, advice: str = "fix that, then start again") -> Ite
     except Exception as error:
         said = UNSAFE.split(str(error))[0]
         reason = f"{type(error).__name__}: {textwrap.shorten(said, 400)}"
-        raise UserError(f"{name} cannot be read ({reason}); {advice}") from error
+        raise UserError(f"{name} {failed} ({reason}); {advice}") from error
 
 
 @contextmanager

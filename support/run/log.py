@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from support.base.console import say
-from support.base.errors import UserError, first_line, writing
+from support.base.errors import first_line, reading, writing
 from support.base.files import locked, sync, write_whole
 
 if TYPE_CHECKING:
@@ -104,16 +104,13 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int, began: str = ""
         identity = hashlib.sha256(f"{log_dir.resolve()} {began}".encode()).hexdigest()[:16]
         same = {"resume": "allow", "id": identity}
     settings = run["config"] | run["model"]
-    try:
+    # not logged in, no network, …
+    with reading(f"--tracker {name}", "fix that, or leave it out", failed="does not start"):
         if name == "tensorboard":
             return open_tensorboard(log_dir / "tensorboard", step)
         tracker = importlib.import_module(name)
         tracker.init(project="gpt2", name=log_dir.name, config=settings, **same)
         return tracker
-    except Exception as error:  # not logged in, no network, …
-        problem = f"{type(error).__name__}: {first_line(error)}"
-        advice = "fix that, or leave it out"
-        raise UserError(f"--tracker {name} does not start ({problem}): {advice}") from error
 
 
 def open_tensorboard(directory: Path, step: int) -> Any:
