@@ -490,11 +490,10 @@ def read_texts(files: list[File], file: int = 0, start: int = 0) -> Iterator[tup
         texts = enumerate(with_neighbours(read_patiently(files[i])))
         for j, (text, starts, around) in islice(texts, max(start, first), last + (taken > 0)):
             text = text[skipped if j == first else 0 : taken if j == last else None]
-            if j == first and skipped:
-                around = ("", around[1])
-            if j == last:
-                around = (around[0], "")
-            yield i, j, (text, starts or j == first, around)  # a document starts where a part does
+            before = "" if j == first and skipped else around[0]
+            after = "" if j == last else around[1]
+            # a document starts where a part begins
+            yield i, j, (text, starts or j == first, (before, after))
         start = 0
 
 
