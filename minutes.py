@@ -211,9 +211,11 @@ def fit_schedule(settled: Settled, began: float, build: Callable, make_update: C
     left = TIME_TO_USE * 60 * config.minutes - spent - ENDING
     steps, times = world.broadcast(divide_time(config, left, update, evaluations))
     if steps < 10:
+        measuring = sum(seconds for seconds, _ in evaluations.values())
         raise UserError(
             f"--minutes {config.minutes:g}: no ten updates fit the time, after {spent:.0f} s of "
-            f"start-up, at {update:.1f} s each: give more minutes, or type smaller sizes"
+            f"start-up, at {update:.1f} s each and {measuring:.1f} s for a round of evaluations: "
+            "give more minutes, or type smaller sizes"
         )
     if steps > MOST_EPOCHS * epoch:
         steps = max(1, int(MOST_EPOCHS * epoch))
