@@ -99,7 +99,7 @@ def read_model(name: str | Path) -> Pretrained:
     if not os.path.isdir(path):
         path = download_pretrained(origin)
         origin += " (from the Hugging Face hub)"
-    if (path / "adapter_config.json").exists():
+    if os.path.exists(path / "adapter_config.json"):
         hint = "merge it into its base model, by peft's merge_and_unload"
         raise UserError(f"{path} holds an adapter, which is not applied here: {hint}")
     fields, fingerprint = read_config(path)
