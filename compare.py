@@ -32,8 +32,8 @@ from config import idle_settings
 from support.base.console import run_script, say
 from support.base.errors import UsageError, UserError, writing
 from support.base.files import hash_file, write_whole
-from support.base.flags import drop_flags, parse_flags
-from support.run.log import read_run
+from support.base.flags import drop_flags, flag_of, parse_flags
+from support.run.log import LOG, read_run
 from support.run.source_code import compare_code, hash_code, read_code
 from support.show import comparison, plots
 from support.text.token_files import find_shards, identify
@@ -177,8 +177,7 @@ def read_arm(name: str, text: str, before: list[str]) -> Arm:
     flags = [*before, *own]
     settings, complaint = ask(copy, flags)
     # the base's flags that have no effect with the arm's own
-    idle = [f"--{name.replace('_', '-')}" for name in idle_settings(settings)]
-    useful = [*drop_flags(before, *idle), *own]
+    useful = [*drop_flags(before, *map(flag_of, idle_settings(settings))), *own]
     if useful != flags:
         flags = useful
         settings, complaint = ask(copy, flags)
@@ -282,7 +281,7 @@ def read_outcome(directory: Path, measure: str) -> dict | None:
 
     `val_loss` is the last one, or None if the run diverged. Returns None for an unfinished run.
     """
-    if not (directory / "log.txt").exists():
+    if not (directory / LOG).exists():
         return None
     run = read_run(directory)
     end = run.records[-1]["type"]

@@ -25,11 +25,12 @@ from support.base.flags import (
     Fraction,
     Positive,
     Range,
+    flag_of,
     out_of_range,
     read_flags,
 )
 from support.base.process import as_typed, command_for
-from support.run.log import METRICS
+from support.run.log import LOG, METRICS, PAGES
 from support.text.names import ALWAYS_THERE
 
 if TYPE_CHECKING:
@@ -176,10 +177,9 @@ class TrainConfig(Computation, Evaluation, Recipe, BatchSize, Model, Start):
 
 def as_flag(name: str, value: Any) -> str:
     """A setting as one types it."""
-    flag = name.replace("_", "-")
     if isinstance(value, bool):
-        return f"--{flag}" if value else f"--no-{flag}"
-    return f"--{flag}={value}"  # a prompt may begin with a dash
+        return flag_of(name if value else f"no_{name}")
+    return f"{flag_of(name)}={value}"  # a prompt may begin with a dash
 
 
 # GPT-2 paper, table 2; heads: OpenAI's released hyperparameters
@@ -367,7 +367,7 @@ def without_effect(c: TrainConfig) -> list[str]:
     problems = []
     for name, flags in idle_settings(vars(c)).items():
         if name in c.typed and getattr(c, name):
-            problems.append(f"--{name.replace('_', '-')} is of no use with {flags}")
+            problems.append(f"{flag_of(name)} is of no use with {flags}")
     is_own = Path(c.init_from).resolve().parent == Path(c.log_dir).resolve()
     if c.overwrite and is_own and c.init_from != "scratch":
         problems.append("--overwrite would delete --init-from's model: choose another --log-dir")
@@ -384,8 +384,7 @@ def wrong_places(c: TrainConfig) -> list[str]:
     if c.eval_only and (c.init_from == "scratch" or c.resume != "none"):
         problems.append("eval_only needs a model: --init-from MODEL, and no --resume")
     keeps = resumes or c.overwrite or c.eval_only or c.find_nan
-    written = (METRICS, "log.txt", "loss.png", "report.md")
-    if not keeps and any(os.path.exists(log_dir / name) for name in written):
+    if not keeps and any(os.path.exists(log_dir / name) for name in (METRICS, LOG, *PAGES)):
         choice = "replace it with --overwrite, or choose another --log-dir"
         if any(log_dir.glob("ckpt_*")):
             choice = f"resume it with --resume auto, {choice}"

@@ -192,14 +192,12 @@ def validate(
             mine = first + world.rank * loader.B
             count = max(0, min(loader.B, sequences - mine))
             with stop.noting_problems():
-                # a rank with none reads one and drops it: FSDP hangs if it calls no forward
-                x, y = loader.batch(mine, count) if count else loader.batch(0, 1)
-                x, y = x[:count], y[:count]
+                x, y = loader.batch(mine, count)
                 amounts += sizes[:, y].sum((1, 2))
                 # compiled blocks want batches of one size; targets of -1 do not count
                 x = F.pad(x, (0, 0, 0, loader.B - count)).to(world.device)
                 y = F.pad(y, (0, 0, 0, loader.B - count), value=-1).to(world.device)
-                hidden = model.hidden(x)
+                hidden = model.hidden(x)  # with no sequence, too: FSDP needs a call from each rank
                 if count:
                     total += model.loss(hidden, y).to(on).double() * count
                 is_eot = y == tokenizer.eot

@@ -34,7 +34,13 @@ from support.base.flags import Count, CountOrZero, Range, parse_flags
 from support.base.process import usable_cores
 from support.text import sources
 from support.text.decontaminate import Benchmark, cut_out
-from support.text.manifest import begin_folder, open_manifest, verify_shards, write_manifest
+from support.text.manifest import (
+    LITERAL,
+    begin_folder,
+    open_manifest,
+    verify_shards,
+    write_manifest,
+)
 from support.text.names import MANIFEST, TOKENIZER_FILE
 from support.text.ready import fetch_shards
 from support.text.sources import File, Place, Text
@@ -99,13 +105,11 @@ class Config(Shards, Vocabulary, Source):
 
 # -- what the workers do
 
-LITERAL = f"{END} as text"  # a count, besides the manifest's COUNTS
-
 
 def tokenize(
     texts: list[Text], tokenizer: Tokenizer, benchmark: Benchmark | None
 ) -> tuple[np.ndarray, dict[str, int]]:
-    """Tokenizes texts, without what the benchmark has, too -> uint16 tokens; COUNTS and LITERAL."""
+    """Tokenizes texts, without what the benchmark has, too. Returns uint16 tokens and COUNTS."""
     start = np.array([tokenizer.eot], np.uint32)  # comes before each document
     tokens = [start[:0]]
     counts: Counter = Counter()

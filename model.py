@@ -473,7 +473,7 @@ class DataLoaderLite:
     def batch(self, first: int, count: int) -> tuple[Tensor, Tensor]:
         """Sequences first … first + count - 1 as x, y (count, T)."""
         rows = [self.sequence(first + i) for i in range(count)]
-        sequences = torch.from_numpy(np.stack(rows).astype(np.int64))
+        sequences = torch.from_numpy(np.array(rows, np.int64).reshape(count, self.T + 1))
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
     def sequence(self, k: int) -> np.ndarray:

@@ -28,7 +28,7 @@ from config import (
 )
 from support.base.console import duration, run_script
 from support.base.errors import UsageError
-from support.base.flags import Amount, Count, CountOrZero, Fraction, out_of_range
+from support.base.flags import Amount, Count, CountOrZero, Fraction, flag_of, out_of_range
 from support.run.log import HELLASWAG
 from support.text.token_files import open_data
 from support.text.tokenizer import tokenizer_of_data
@@ -75,7 +75,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         problems.append(f"--gpu {config.gpu!r} is not known: use {', '.join(GPUS)}")
     speeds = {"mfu", "record", "tokens_per_second"} & config.typed
     if len(speeds) > 1:
-        flags = " and ".join(f"--{name.replace('_', '-')}" for name in sorted(speeds))
+        flags = " and ".join(map(flag_of, sorted(speeds)))
         problems.append(f"{flags} each set the speed: choose one")
     if config.minutes and config.tokens_per_second:
         problems.append("--tokens-per-second is of one model, --minutes chooses it: give --mfu")

@@ -165,17 +165,7 @@ def build_run(settled: Settled, args: list[str]) -> Run:
     dtype, total_peak_flops = start_device(config, world, before.get("dtype", ""))
     model = build_model(settled, dtype)
     B = fit_batch_size(model, config, world, dtype, before.get("batch_size", 0))
-    train_loader = DataLoaderLite(
-        data,
-        "train",
-        B,
-        config.sequence_length,
-        process_rank=world.rank,
-        num_processes=world.size,
-        shuffle=config.shuffle,
-        seed=config.seed,
-        pin=world.device.type == "cuda",
-    )
+    train_loader = build_loader(settled, B)
     stop = Stop(world)
     evaluations = build_evaluations(config, model, world, stop, dtype, B, data)
     wrapped_model = sharding.wrap(model, world)
@@ -218,6 +208,21 @@ def start_device(config: TrainConfig, world: World, before: str = "") -> tuple[t
     peak, source = device.peak_flops(world.device, dtype)
     world.say(f"peak: {peak / 1e12:,.2f} TFLOP/s per process ({source})")
     return dtype, world.size * peak
+
+
+def build_loader(settled: Settled, B: int) -> DataLoaderLite:
+    config, world, data, _ = settled
+    return DataLoaderLite(
+        data,
+        "train",
+        B,
+        config.sequence_length,
+        process_rank=world.rank,
+        num_processes=world.size,
+        shuffle=config.shuffle,
+        seed=config.seed,
+        pin=world.device.type == "cuda",
+    )
 
 
 def build_optimizers(

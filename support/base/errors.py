@@ -31,7 +31,7 @@ UNSAFE = re.compile(r"This file can still|In PyTorch 2\.6|If you trust")
 def reading(
     name: str | Path, advice: str = "fix that, then start again", failed: str = "cannot be read"
 ) -> Iterator[None]:
-    """Turns any error of a library into one sentence: `name` cannot be read, and why."""
+    """Turns any error of a library into one sentence: `name`, how it failed, and why."""
     try:
         yield
     except UserError:

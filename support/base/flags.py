@@ -33,6 +33,11 @@ Fraction = Annotated[float, Range(0, 1, above=True)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def flag_of(name: str) -> str:
+    """A field's flag, as one types it."""
+    return f"--{name.replace('_', '-')}"
+
+
 def out_of_range(config: Any) -> list[str]:
     """The flags of a dataclass that are outside the Range in their type, a sentence each."""
     problems = []
@@ -40,7 +45,7 @@ def out_of_range(config: Any) -> list[str]:
         value = getattr(config, name)
         for allowed in getattr(annotation, "__metadata__", ()):
             if isinstance(allowed, Range) and value not in allowed:
-                problems.append(f"--{name.replace('_', '-')} {value}: it must be {allowed}")
+                problems.append(f"{flag_of(name)} {value}: it must be {allowed}")
     return problems
 
 
@@ -72,7 +77,7 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     problems = out_of_range(config)
     typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
     for name, kind in get_type_hints(config_class, include_extras=True).items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")
         if get_origin(kind) is tuple and flag in typed and not getattr(config, name):

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # Records of metrics.jsonl that are no measurement. All others are an update or an evaluation.
 EVENTS = ("run", "resume", "diverged", "end")
 METRICS = "metrics.jsonl"
+LOG = "log.txt"
+PAGES = ("loss.png", "report.md")  # made from these two
 HELLASWAG = 10042  # examples of its validation split
 MEASURES = {"val": "val_tokens", "hella": "total"}  # the field that says how much was evaluated
 GO_ON = "resume with --resume auto"
@@ -50,16 +52,18 @@ class Log:
 
     def track(self, *, step: int, type: str, **values: Any) -> None:
         """Sends a record to the tracker, if there is one."""
-        if type == "samples":
-            values["samples"] = "\n\n---\n\n".join(values["samples"])
-        known = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
-        self.tell_tracker("log", {f"{type}/{k}": v for k, v in known.items()}, step=step)
+        if self.tracker:
+            if type == "samples":
+                values["samples"] = "\n\n---\n\n".join(values["samples"])
+            known = {k: v for k, v in values.items() if isinstance(v, int | float | str)}
+            with self.only_watching():
+                self.tracker.log({f"{type}/{k}": v for k, v in known.items()}, step=step)
 
-    def tell_tracker(self, method: str, *arguments: Any, **options: Any) -> None:
-        """Calls the tracker. It only watches: where it fails, the run goes on without it."""
+    @contextmanager
+    def only_watching(self) -> Iterator[None]:
+        """Where the tracker fails inside, the run goes on without it."""
         try:
-            if self.tracker:
-                getattr(self.tracker, method)(*arguments, **options)
+            yield
         except Exception as error:
             self.tracker = None
             problem = f"{type(error).__name__}: {first_line(error)}"
@@ -72,7 +76,9 @@ class Log:
                 sync(file.fileno())
 
     def close(self) -> None:
-        self.tell_tracker("finish")
+        if self.tracker:
+            with self.only_watching():
+                self.tracker.finish()
         # a full disk still refuses the line that it has refused; the other file is closed, too
         with writing(self.dir, GO_ON), ExitStack() as closing:
             for file in self.files:
@@ -82,7 +88,7 @@ class Log:
 def open_log(log_dir: Path, records: Iterable[dict], tracker: Any = None) -> Log:
     """Begins both files again with these records, and leaves them open."""
     metrics = log_dir / METRICS
-    text = log_dir / "log.txt"
+    text = log_dir / LOG
     # a long run's records take ten times the memory of its lines: one at a time
     lines = [(json.dumps(record) + "\n", line_of(record)) for record in records]
     write_whole(metrics, *[line.encode() for line, _ in lines])
@@ -252,7 +258,7 @@ def read_run(directory: str | Path, updates: bool = True, **config: Any) -> Logg
     if directory.is_file():
         return LoggedRun(directory.stem, read_log(directory), [], config)
     records = read_metrics(directory / METRICS, updates)
-    streams = read_log(directory / "log.txt")
+    streams = read_log(directory / LOG)
     for type in MEASURES.keys() & streams.keys():
         if alike := {record["step"] for record in measured_alike(records, type)}:
             points = [(step, y) for step, y in zip(*streams[type], strict=True) if step in alike]
@@ -265,7 +271,7 @@ def read_run(directory: str | Path, updates: bool = True, **config: Any) -> Logg
 def read_runs(*patterns: str) -> list[LoggedRun]:
     """Reads all matching directories and logs: read_runs("runs/*", "log/quickstart", "a.txt")."""
     paths = [Path(path) for pattern in patterns for path in sorted(glob(pattern))]
-    paths = [path for path in paths if path.suffix == ".txt" or (path / "log.txt").exists()]
+    paths = [path for path in paths if path.suffix == ".txt" or (path / LOG).exists()]
     if not paths:
         raise FileNotFoundError(f"no run in {patterns}: make quickstart makes log/quickstart")
     runs = [read_run(path) for path in paths]

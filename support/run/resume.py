@@ -20,6 +20,7 @@ from support.run.checkpoint import Checkpoint, Progress
 from support.run.log import (
     EVENTS,
     METRICS,
+    PAGES,
     Log,
     open_log,
     open_tracker,
@@ -322,7 +323,7 @@ def clear_the_way(config: TrainConfig, resumed_from: Checkpoint | None) -> None:
         elif checkpoint.step_of(path) > newest:
             checkpoint.set_aside(path, "abandoned")
     if not own:
-        for name in ("loss.png", "report.md"):
+        for name in PAGES:
             (log_dir / name).unlink(missing_ok=True)
 
 

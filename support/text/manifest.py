@@ -8,12 +8,14 @@ from typing import Any
 
 from support.base.errors import UserError, reading
 from support.base.files import hash_file, write_whole
+from support.base.flags import flag_of
 from support.text import sources
 from support.text.names import MANIFEST, TOKENIZER_FILE
 from support.text.token_files import PUT_BACK, find_shards
-from support.text.tokenizer import Tokenizer, tokenizer_of_data
+from support.text.tokenizer import END, Tokenizer, tokenizer_of_data
 
-COUNTS = ("documents", "contaminated", "cuts", "dropped")  # what it counts of the text
+LITERAL = f"{END} as text"
+COUNTS = ("documents", "contaminated", "cuts", "dropped", LITERAL)  # what it counts of the text
 # options that older manifests lack, and those of GPT-2's tokens
 LATER_OPTIONS: dict[str, Any] = {"vocab_size": 0, "tokenizer": "", "val_source": []}
 
@@ -40,7 +42,7 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
     then = LATER_OPTIONS | manifest["options"]
     now = LATER_OPTIONS | options
     differing = [key for key in now if now[key] != then[key]]
-    changes = [f"--{key.replace('_', '-')} was {then[key]}, not {now[key]}" for key in differing]
+    changes = [f"{flag_of(key)} was {then[key]}, not {now[key]}" for key in differing]
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
     all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]

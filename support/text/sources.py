@@ -498,8 +498,8 @@ def read_texts(files: list[File], file: int = 0, start: int = 0) -> Iterator[tup
 
 
 # errors that another attempt would only repeat, besides HTTP's 4xx
-PERMANENT: tuple = (UserError, FileNotFoundError, PermissionError, NotImplementedError)
-PERMANENT += (UnicodeError, LookupError, TypeError, MemoryError)
+PERMANENT: tuple[type[Exception], ...] = (UserError, UnicodeError, LookupError, TypeError)
+PERMANENT += (FileNotFoundError, PermissionError, NotImplementedError, MemoryError)
 
 
 def is_permanent(error: Exception) -> bool:

@@ -73,12 +73,13 @@ def find_tokens(path: Path) -> tuple[int, int]:
         if tokens.dtype != np.uint16 or tokens.ndim != 1:
             raise ValueError(f"it holds {tokens.dtype} of shape {tokens.shape}")
         return tokens.offset, len(tokens)
-    magic, _, count = np.fromfile(path, np.int32, 3).tolist()
+    head = np.fromfile(path, np.uint8, 8192)
+    magic, _, count = head[:12].view(np.int32).tolist()
     offset = 4 * 256 if magic == LLMC_MAGIC else 0
     size = path.stat().st_size - offset
     if size % 2 or (offset and size != 2 * count):
         raise ValueError(f"{size:,} bytes of tokens do not fit its header or its type")
-    first = np.fromfile(path, np.uint8, 8192, offset=offset)
+    first = head[offset:]
     halves = first[: len(first) // 4 * 4].view(np.uint16)[1::2]  # the upper ones of 32 bits
     if len(halves) >= 64 and (halves < 4).mean() > 0.9:
         raise UserError(f"{path} has tokens of 32 bits: make it anew with tokens of 16, or others")

@@ -59,14 +59,15 @@ def take_fingerprint(model: GPT, shapes: list[dict[str, Any]] | None = None) -> 
     for shape in shapes:
         try:
             with torch.device("cpu"):
-                found = compare(type(model), replace(own, vocab_size=61, **shape))
+                config = replace(own, vocab_size=61, **shape)
+                other, vain, its_logits, its_loss = compare(type(model), config)
         except Exception as error:  # changed code may raise anything
             difference = difference or f"a small model cannot be compared: {first_line(error)}"
             continue
-        difference = difference or found[0]
-        in_vain = in_vain or found[1]
-        logits += found[2].flatten()[:: max(1, found[2].numel() // 64)].tolist()
-        loss += found[3]
+        difference = difference or other
+        in_vain = in_vain or vain
+        logits += its_logits.flatten()[:: max(1, its_logits.numel() // 64)].tolist()
+        loss += its_loss
     return Fingerprint("; ".join(filter(None, [difference, in_vain])), logits, loss, shapes)
 
 
