@@ -60,9 +60,10 @@ class Source:
     """Which text."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
-    # tinyshakespeare, stdlib (Python's library), python (stdlib and the installed packages, some of
-    # them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], paths and globs of .txt, .jsonl and
-    # .parquet files, or tokens:OWNER/NAME (ready shards of GPT-2's tokens on the hub)
+    # tinyshakespeare, tales (books for children), stdlib (Python's library), python (stdlib and the
+    # installed packages, some of them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], paths
+    # and globs of .txt, .jsonl and .parquet files, or tokens:OWNER/NAME (ready shards of GPT-2's
+    # tokens on the hub)
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
     val_source: tuple[str, ...] = ()
@@ -420,15 +421,15 @@ def check_flags(config: Config) -> None:
         raise UsageError("--hellaswag-path has no effect without --decontaminate")
     if config.vocab_size in range(1, 257) or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
-    own_split = {"python", "tinyshakespeare"} & {*config.source}
+    own_split = {"python", "tales", "tinyshakespeare"} & {*config.source}
     if config.val_source and own_split:
         names = " and ".join(sorted(own_split))
         raise UsageError(f"--val-source: {names} has text for validation already")
     splits_text = config.vocab_size or config.tokenizer or config.val_source or own_split
     if config.val_tokens and splits_text:
         raise UsageError(
-            "--val-tokens: leave it out, because --vocab-size, --tokenizer, --val-source and "
-            "tinyshakespeare split the text before there are tokens"
+            "--val-tokens: leave it out, because --vocab-size, --tokenizer, --val-source, "
+            "tinyshakespeare and tales split the text before there are tokens"
         )
 
 

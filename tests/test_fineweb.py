@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import random
 import re
@@ -207,6 +208,7 @@ def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
     rows = [{"text": "one"}, {"text": None}, {"text": "two\n"}]
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd").write(lines)
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines))
     (tmp_path / "b.JSON").write_text("\n" + json.dumps(rows, indent=1))
     (tmp_path / "bb.json").write_bytes(codecs.BOM_UTF8 + json.dumps(rows).encode())
     (tmp_path / "c.JSONL").write_bytes(codecs.BOM_UTF8 + lines)

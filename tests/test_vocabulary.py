@@ -2,6 +2,7 @@
 
 import ast
 import json
+import lzma
 import random
 import shutil
 import signal
@@ -213,6 +214,17 @@ def test_tiny_shakespeare_has_nanogpts_split(tmp_path):
     for name in ("own", "gpt2"):
         assert text_of(tmp_path / name, 0) == "<|endoftext|>" + whole[1_003_854:]
         assert text_of(tmp_path / name, 1) == "<|endoftext|>" + whole[:1_003_854]
+
+
+def test_of_the_tales_two_books_are_held_out_whole(tmp_path):
+    make(tmp_path, "tales", max_tokens=300_000)
+    with lzma.open(sources.ASSETS / "tales_val.jsonl.xz") as file:
+        books = [json.loads(line) for line in file]
+    assert [book["title"] for book in books] == ["The Book of Dragons", "Ozma of Oz"]
+    whole = "".join("<|endoftext|>" + book["text"] for book in books)
+    assert text_of(tmp_path, 0) == whole
+    training = text_of(tmp_path, 1)
+    assert training.startswith("<|endoftext|>") and books[1]["text"][1000:1200] not in training
 
 
 def test_text_without_spaces_is_sampled_less_and_said_so(monkeypatch, tmp_path, capsys):

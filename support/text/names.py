@@ -3,6 +3,7 @@
 # texts that need no network, by their names in --source, and as pictures call them
 ALWAYS_THERE = {
     "tinyshakespeare": "Tiny Shakespeare",
+    "tales": "tales",
     "stdlib": "Python's library",
     "python": "Python source",
 }

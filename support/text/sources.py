@@ -11,6 +11,7 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import re
 import shlex
@@ -40,7 +41,8 @@ HUB = {  # name: hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]]
     "tinystories": "hub:roneneldan/TinyStories",
     "openwebtext": "hub:Skylion007/openwebtext",
 }
-TINYSHAKESPEARE = Path(__file__).parents[2] / "assets" / "tinyshakespeare.txt"
+ASSETS = Path(__file__).parents[2] / "assets"
+TINYSHAKESPEARE = ASSETS / "tinyshakespeare.txt"
 TRAINING_CHARS = 1_003_854  # nanoGPT's split of it (data/shakespeare_char/prepare.py)
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
 NOT_MODULES |= {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
@@ -59,6 +61,7 @@ STRETCH = 2**20  # bytes of a text file that are read at a time
 BEFORE_LAST_SPACE = re.compile(rf".*{NO_SPACE}(?={SPACE})", re.DOTALL)
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
+PACKED = (".gz", ".xz", ".zst")  # ends of the names of packed text
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 RETRY_WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 OTHER_COLUMN = "--column names another, which all files must have"
@@ -112,6 +115,10 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
                 whole = File(source, partial(read_text, str(TINYSHAKESPEARE)))
                 last = replace(whole, begin=(0, TRAINING_CHARS), held_out="the last tenth of it")
                 files = [last, replace(whole, end=(0, TRAINING_CHARS))]
+            elif source == "tales":
+                books = {name: str(ASSETS / f"tales_{name}.jsonl.xz") for name in ("val", "train")}
+                files = [File(name, partial(read_jsonl, books[name], "text")) for name in books]
+                files[0].held_out = "The Book of Dragons and Ozma of Oz"
             else:
                 files = find_local(source, options["column"])
             for file in files:
@@ -199,7 +206,8 @@ def expand(pattern: str) -> list[str]:
 
 def kind_of(path: str) -> str:
     """The kind of a file, packed or not, by the end of its name: of READERS, if it is read."""
-    return path.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    name = path.lower()
+    return name.removesuffix(next(filter(name.endswith, PACKED), "")).rpartition(".")[2]
 
 
 def find_local(source: str, column: str) -> Iterator[File]:
@@ -209,7 +217,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
     for path in paths:
         kind = kind_of(path)
         if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
-            ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", ".gz", ".zst")]
+            ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", *PACKED)]
             inside = os.path.join(glob.escape(path), "**")
             files = expand(os.path.join(inside, "*"))
             found = [os.path.join(inside, end) for end in ends if fnmatch.filter(files, end)]
@@ -358,6 +366,8 @@ def open_file(path: str) -> Any:
         file = HfFileSystem().open(path, "rb")
     if path.lower().endswith(".gz"):
         return gzip.open(file)
+    if path.lower().endswith(".xz"):
+        return lzma.open(file)
     if path.lower().endswith(".zst"):
         import pyarrow
 
