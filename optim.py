@@ -47,9 +47,11 @@ def muon(
     orthogonalizes.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    inside = {p for p in model.transformer.h.parameters() if p.dim() == 2}
+    inside = {p: name for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     matrices = [p for p in trained if p in inside]
     others = [p for p in trained if p not in inside]
+    head_size = model.config.n_embd // model.config.n_head
+    rows = {p: head_size for p in matrices if inside[p].endswith("attn.c_attn.weight")}
     optimizers: list[Optimizer] = []
     if others:
         rest = adamw_of(others, learning_rate, weight_decay, **options)
@@ -57,9 +59,7 @@ def muon(
             group["lr_scale"] = embedding_lr if group["params"][0].dim() >= 2 else 1.0
         optimizers.append(rest)
     if matrices:
-        optimizer = Muon(matrices, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
-        optimizer.dtype = dtype
-        optimizers.append(optimizer)
+        optimizers.append(Muon(matrices, learning_rate, weight_decay, dtype, rows))
     return optimizers
 
 
@@ -102,22 +102,38 @@ def describe_optimizers(optimizers: list[Optimizer]) -> str:
 
 
 class Muon(torch.optim.Muon):
-    """PyTorch's Muon, but each process orthogonalizes only its share of the matrices."""
+    """PyTorch's Muon, but each process orthogonalizes only its share of the matrices.
 
-    dtype = torch.bfloat16
+    rows: how many rows each matrix has of a parameter that holds several. c_attn holds each head's
+    queries, keys and values. As one matrix, queries and keys would get a third of their update.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        learning_rate: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+        rows: dict[nn.Parameter, int],
+    ):
+        super().__init__(params, learning_rate, weight_decay, ns_steps=4)
+        self.dtype = dtype
+        self.rows = rows
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            for shape in dict.fromkeys(p.shape for p in params):
-                matrices = [p for p in params if p.shape == shape]
-                stacked = torch.stack([self.direction(p, group["momentum"]) for p in matrices])
-                updates = orthogonalize_all(stacked, group)
-                for p, update in zip(matrices, updates, strict=True):
+            kinds = {p: (p.shape, self.rows.get(p, p.shape[0])) for p in params}
+            for kind in dict.fromkeys(kinds.values()):
+                shape, rows = kind
+                alike = [p for p in params if kinds[p] == kind]
+                stacked = torch.stack([self.direction(p, group["momentum"]) for p in alike])
+                updates = orthogonalize_all(stacked, rows, group)
+                for p, update in zip(alike, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     # torch.optim's match_rms_adamw, the only one used here
-                    p.add_(update, alpha=-0.2 * math.sqrt(max(shape)) * group["lr"])
+                    p.add_(update, alpha=-0.2 * math.sqrt(max(rows, shape[1])) * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
         """Nesterov's momentum, in the dtype in which Muon orthogonalizes."""
@@ -131,54 +147,69 @@ class Muon(torch.optim.Muon):
 mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
-def orthogonalize_all(stacked: Any, options: dict[str, Any]) -> torch.Tensor:
-    """Orthogonalizes matrices (n, rows, columns), each on one process; shards them as before.
+def orthogonalize_all(stacked: Any, rows: int, options: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalizes parameters (n, R, columns), each on one process; shards them as before.
 
     Products of sharded matrices would need a collective in each iteration, and round differently.
     Under ddp, the processes exchange only results; else the processes of a node share the work.
     """
     if not dist.is_initialized():
-        return orthogonalize_share(stacked, options)
+        return orthogonalize_share(stacked, rows, options)
     # gloo has no all-to-all, so DTensor gathers instead. Its warning would help no user.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     if is_whole := not isinstance(stacked, DTensor):
         stacked = DTensor.from_local(stacked, mesh_of(dist.group.WORLD, stacked.device.type))
     shares = stacked.redistribute(placements=[*stacked.placements[:-1], Shard(0)])
-    orthogonalize_share(shares.to_local(), options)
+    orthogonalize_share(shares.to_local(), rows, options)
     updates = shares.redistribute(placements=stacked.placements)
     return updates.to_local() if is_whole else updates
 
 
-def orthogonalize_share(stacked: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """Orthogonalizes matrices (n, rows, columns) in place.
+def orthogonalize_share(stacked: torch.Tensor, rows: int, options: dict[str, Any]) -> torch.Tensor:
+    """Orthogonalizes parameters (n, R, columns) in place, each as matrices of so many rows.
 
     A GPU takes up to 64M numbers at once, because launching the products of a small matrix takes
     longer than computing them. Together they may round differently, so a CPU, where any number of
-    processes promises the same bits, takes one after another.
+    processes promises the same bits, takes one parameter after another.
     """
-    parts: Iterable[torch.Tensor] = stacked
+    several = stacked.unflatten(1, (-1, rows))  # (n, matrices in each, rows, columns)
+    parts: Iterable[torch.Tensor] = several
     if stacked.device.type == "cuda":
-        parts = stacked.split(max(1, 2**26 // math.prod(stacked.shape[1:])))
+        at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
+        parts = [part.flatten(0, 1) for part in several.split(at_once)]
     for part in parts:
         part.copy_(orthogonalize(part, options))
     return stacked
 
 
 def orthogonalize(x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    """A matrix, or several (n, rows, columns), with nearly equal singular values.
+    """Matrices (n, rows, columns) -> the same with nearly equal singular values: Muon's update.
 
-    Muon's Newton-Schulz iteration: x <- a x + (b A + c A²) x with A = x xᵀ pushes every singular
-    value towards 1.
+    A Newton-Schulz iteration multiplies a wide x by P = a + bA + cA², where A = x xᵀ is small. That
+    pushes every singular value towards 1, if none is much larger. The root of A's norm is a bound
+    for them; it is closer than the norm of x, which saves one of Muon's five iterations.
     """
-    a, b, c = options["ns_coefficients"]
-    multiply = torch.addmm if x.dim() == 2 else torch.baddbmm
+    coefficients, steps = options["ns_coefficients"], options["ns_steps"]
     if is_tall := x.size(-2) > x.size(-1):
         x = x.mT
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=options["eps"])  # singular values: <= 1
-    for _ in range(options["ns_steps"]):
-        A = x @ x.mT
-        x = multiply(x, multiply(A, A, A, beta=b, alpha=c), x, beta=a)
+    A = x @ x.mT
+    norm = A.norm(dim=(-2, -1), keepdim=True).clamp(min=options["eps"] ** 2)
+    # in 16 bits, P A P loses the small eigenvalues of A: x xᵀ is computed again half-way
+    first = steps if x.dtype == torch.float32 else steps // 2
+    x = multiply_steps(A / norm, first, *coefficients) @ (x / norm.sqrt())
+    if first < steps:
+        x = multiply_steps(x @ x.mT, steps - first, *coefficients) @ x
     return x.mT if is_tall else x
+
+
+def multiply_steps(A: torch.Tensor, steps: int, a: float, b: float, c: float) -> torch.Tensor:
+    """The product of the P of so many iterations, without x: Gram Newton-Schulz (Dao-AILab 2026).
+
+    P and A commute, so the next A, of P x, is P A P.
+    """
+    P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+    P.diagonal(dim1=-2, dim2=-1).add_(a)
+    return P if steps == 1 else multiply_steps(P @ A @ P, steps - 1, a, b, c) @ P
 
 
 def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tensor:

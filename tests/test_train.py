@@ -242,11 +242,14 @@ def test_muon_takes_float32_where_the_run_does_and_both_where_it_is_faster(
     assert optimizers[1].dtype == dtype
     half = train_gpt2.build_optimizers(config, tiny, torch.float16)
     assert half[1].dtype == torch.float32, "float16 lacks its range, such a GPU has no bfloat16"
-    before = tiny.transformer.h[0].mlp.c_fc.weight.clone()
+    block = tiny.transformer.h[0]
+    before = [p.detach().clone() for p in (block.mlp.c_fc.weight, block.attn.c_attn.weight)]
     step_on(tiny, optimizers, torch.randint(0, 50257, (16, 33)), B=16, lr=1.0)
-    values = torch.linalg.svdvals(tiny.transformer.h[0].mlp.c_fc.weight - before)
-    size = 0.2 * math.sqrt(128)  # Muon's, of a matrix of 128 × 32; its iteration is not exact
-    assert 0.6 * size < values.median() and values.max() < 1.3 * size
+    in_mlp = block.mlp.c_fc.weight - before[0]
+    in_attention = (block.attn.c_attn.weight - before[1]).view(3, 2, 16, 32)  # q, k, v of two heads
+    for matrices, longest in ((in_mlp, 128), (in_attention, 32)):
+        values = torch.linalg.svdvals(matrices) / (0.2 * math.sqrt(longest))
+        assert 0.6 < values.median(-1).values.min() and values.max() < 1.3, "it is not exact"
 
 
 def freeze(model: GPT, part: str) -> None:
@@ -725,6 +728,18 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
     tokens = [r["tokens"] for r in read_records(run_dir, "train")]
     assert tokens == [64 * n for n in (1, 2, 3, 4, 5, 6, 8, 10)]
     assert "640" in (run_dir / "ckpt_000008" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "steps, told", [({"ns_steps": 5}, True), ({"ns_steps": 4}, False), ({}, False)]
+)
+def test_a_run_that_began_with_another_muon_is_told(tiny, tmp_path, steps, told):
+    config = TrainConfig(optimizer="muon")
+    groups = [{"lr": 0.1}, {"lr": 0.1, **steps}]
+    state = dict(model={}, dtype="float32", batch_size=1, optimizer={"param_groups": groups})
+    saved = checkpoint.Checkpoint(tmp_path, state | dict(config=config.saved()), [])
+    words = " ".join(resume.compare_settings(config, saved, []))
+    assert ("Muon's c_attn one matrix -> one for" in words) == told
 
 
 @pytest.mark.parametrize("tokens, is_lower", [(64, True), (32, False)])

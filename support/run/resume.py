@@ -232,7 +232,10 @@ def compare_settings(
             f"{'use the code that wrote it' if unknown else 'use its values'}, or, if it is the "
             f"same model, {new_run_from(resumed_from.path)}"
         )
-    return [changed[name] for name in changed if name not in SILENT]
+    words = [changed[name] for name in changed if name not in SILENT]
+    if any(group.get("ns_steps") == 5 for group in state["optimizer"]["param_groups"]):
+        words.append("Muon's c_attn one matrix -> one for the queries, keys or values of a head")
+    return words
 
 
 def describe_machine(world: World) -> dict[str, Any]:
