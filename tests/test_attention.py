@@ -1,13 +1,16 @@
-"""Attention's backward pass in bfloat16, compared with float64 and with PyTorch's own."""
+"""Our code of operators that the compiler uses, compared with float64 and with PyTorch's."""
+
+import functools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 from model import GPT, GPTConfig
 from support.machine import attention
-from support.machine.compile import compile_blocks
+from support.machine.compile import compile_blocks, gelu, gelu_backward
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 THEIRS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -87,3 +90,26 @@ def test_a_compiled_model_has_the_gradients_of_the_written_one():
     plain = learn()
     compile_blocks(model, recompute=True)
     assert max(errors(learn(), [grad.double() for grad in plain])) < 0.05
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
+def test_gelu_and_its_gradient_are_the_tanh_forms(dtype, error):
+    x = torch.cat([torch.linspace(-8, 8, 999), torch.tensor([-1e4, -50.0, 0.0, 50.0, 1e4])])
+    x = x.to(dtype)
+    exact = x.double().requires_grad_()
+    y = F.gelu(exact, approximate="tanh")
+    y.sum().backward()
+    ours = gelu(x, approximate="tanh"), gelu_backward(torch.ones_like(x), x, approximate="tanh")
+    for found, wanted in zip(ours, (y, exact.grad), strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), wanted.detach(), rtol=error, atol=error)
+
+
+def test_the_compiler_takes_our_gelu_and_leaves_the_other_form(tiny):
+    compile_blocks(tiny, recompute=True)
+    x = torch.randn(64, requires_grad=True)
+    for form, called in (("tanh", "exp"), ("none", "erf")):
+        compiled = torch.compile(functools.partial(F.gelu, approximate=form))
+        y, code = run_and_get_code(lambda: compiled(x))  # noqa: B023
+        torch.testing.assert_close(y, F.gelu(x, approximate=form))
+        assert called in "".join(code) and "tanh" not in "".join(code)

@@ -4,9 +4,7 @@ PyTorch's kernel works on small tiles, at a tenth of the speed of a CPU's bfloat
 works in a few large products, and the compiler fuses the rest.
 """
 
-import hashlib
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 256  # the fewest keys at a time; at most four blocks, because each is compiled
-
-
-def replace_attention_backward() -> None:
-    """Makes torch.compile use `backward` as the gradient of F.scaled_dot_product_attention."""
-    from torch._inductor.decomposition import select_decomp_table
-
-    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-    select_decomp_table()[operator] = backward
-    # the compiler's caches would not notice another version of this file
-    torch.compiler.config.cache_key_tag = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def backward(
