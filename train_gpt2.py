@@ -19,7 +19,7 @@ from config import Settled, TrainConfig, refuse_other_sizes, settle, wrong_vocab
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import clip_gradients, describe_optimizers
-from support.base.console import duration, run_script, say
+from support.base.console import duration, run_script, say, say_once
 from support.base.errors import UserError, first_line
 from support.machine import device, sharding
 from support.machine.compile import compile_model
@@ -130,6 +130,7 @@ class Run:
     began: float  # by the clock, as if nothing had interrupted the run
     log: Log = field(default_factory=Log)  # writes nothing until `train` opens it
     first_step_ended: float = 0.0  # by the clock; the first update compiles
+    shortest: float = math.inf  # seconds of this process's fastest update
     last_save_time: float = field(default_factory=time.perf_counter)
     last_picture_time: float = -math.inf
 
@@ -413,6 +414,12 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         more["skipped"] = "overflow in float16"  # the scaler lowers its scale
         line += f" | no update: {more['skipped']}"
     run.world.say(line)
+    run.shortest = min(run.shortest, dt)
+    if dt > 2 * run.shortest and device.is_overloaded(run.world.device):
+        say_once(
+            "updates take twice as long while other programs use these cores, because threads wait "
+            f"for each other: Ctrl-C, then OMP_NUM_THREADS=1 {run.command_to_resume}"
+        )
     run.log.record(
         step,
         "train",

@@ -428,7 +428,8 @@ def test_every_setting_of_the_recipe_reaches_the_run(shards, tmp_path, monkeypat
 
 
 def test_a_line_of_training_on_a_gpu_has_the_mfu():
-    run = Mock(total_peak_flops=4e12, first_step=0, config=TrainConfig(total_batch_size=1000))
+    config = TrainConfig(total_batch_size=1000)
+    run = Mock(total_peak_flops=4e12, first_step=0, shortest=1.0, config=config)
     run.progress.step = 0
     run.train_loader.cursor = 1
     run.model.flops_per_token.return_value = 10**9
@@ -439,6 +440,29 @@ def test_a_line_of_training_on_a_gpu_has_the_mfu():
     report_step(run, loss=math.nan, norm=math.inf, lr=1e-3, dt=0.5, skipped=True)
     kept = run.log.record.call_args.kwargs
     assert (kept["loss"], kept["norm"]) == (None, None), "JSON has no NaN"
+
+
+@pytest.mark.parametrize("seconds, load, threads, is_told", [
+    (2.1, 2.6, 2, True),
+    (1.9, 2.6, 2, False),  # not twice as slow
+    (2.1, 2.4, 2, False),  # only this run's two threads
+    (2.1, 2.6, 1, False),  # one thread waits for no other
+])  # fmt: skip
+def test_a_run_beside_other_work_is_told_to_take_one_thread(
+    monkeypatch, capsys, seconds, load, threads, is_told
+):
+    run = Mock(total_peak_flops=0, first_step=0, shortest=math.inf, config=TrainConfig())
+    run.command_to_resume = f"python train_gpt2.py {seconds} {load} {threads} --resume auto"
+    run.progress.step = 0
+    run.train_loader.cursor = 1
+    run.world.device = torch.device("cpu")
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr("support.machine.device.usable_cores", lambda: 2)
+    for dt in (5.0, 1.0, seconds, seconds):
+        report_step(run, loss=3.0, norm=1.0, lr=1e-3, dt=dt, skipped=False)
+    told = capsys.readouterr().err
+    assert told.count(f"OMP_NUM_THREADS=1 {run.command_to_resume}\n") == is_told
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero1", "fsdp"])

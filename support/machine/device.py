@@ -194,6 +194,12 @@ def keep_freed_memory(device: torch.device) -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: the heap never shrinks
 
 
+def is_overloaded(device: torch.device) -> bool:
+    """Whether threads of this process share a CPU's cores with other programs."""
+    several = device.type == "cpu" and torch.get_num_threads() > 1
+    return several and os.getloadavg()[0] > usable_cores() + 0.5
+
+
 def free_memory(device: torch.device, processes: int = 1) -> int:
     """Free bytes of a GPU, or for each of the processes on this machine; of a Mac, half of all."""
     if device.type == "cuda":
