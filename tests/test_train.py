@@ -54,6 +54,7 @@ import hellaswag
 import train_gpt2
 from config import PRESETS, Settled, TrainConfig, check, parse_command_line
 from model import GPT, DataLoaderLite, GPTConfig
+from optim import orthogonalize
 from support.base.errors import UsageError, UserError
 from support.base.process import as_typed, usable_cores
 from support.machine import device
@@ -249,7 +250,22 @@ def test_muon_takes_float32_where_the_run_does_and_both_where_it_is_faster(
     in_attention = (block.attn.c_attn.weight - before[1]).view(3, 2, 16, 32)  # q, k, v of two heads
     for matrices, longest in ((in_mlp, 128), (in_attention, 32)):
         values = torch.linalg.svdvals(matrices) / (0.2 * math.sqrt(longest))
-        assert 0.6 < values.median(-1).values.min() and values.max() < 1.3, "it is not exact"
+        assert 0.6 < values.median(-1).values.min() and values.max() < 1.6, "it is not exact"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (48, 48)], ids=str)
+def test_muon_makes_singular_values_from_a_hundredth_on_nearly_equal(shape, dtype):
+    torch.manual_seed(0)
+    u, _, v = torch.linalg.svd(torch.randn(shape), full_matrices=False)
+    largest = 1 / 1.7  # of the root of the norm of A
+    for size in (1.0, 1e-4):
+        x = u * size * torch.logspace(0, math.log10(0.01 / largest), len(v)) @ v
+        values = torch.linalg.svdvals(orthogonalize(x[None].to(dtype))[0].float())
+        assert 0.6 < values.min() and values.max() < 1.4
+    for x in (torch.zeros(shape), torch.full(shape, 1e-30), torch.ones(shape)):
+        ends = orthogonalize(x[None].to(dtype))
+        assert ends.isfinite().all() and ends.norm() < 1.1
 
 
 def freeze(model: GPT, part: str) -> None:
@@ -755,7 +771,7 @@ def test_a_resume_says_what_changes_and_counts_the_tokens_of_every_batch(corpus,
 
 
 @pytest.mark.parametrize(
-    "steps, told", [({"ns_steps": 5}, True), ({"ns_steps": 4}, False), ({}, False)]
+    "steps, told", [({"ns_steps": 5}, True), ({"ns_steps": 3}, False), ({}, False)]
 )
 def test_a_run_that_began_with_another_muon_is_told(tiny, tmp_path, steps, told):
     config = TrainConfig(optimizer="muon")
