@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -50,8 +50,12 @@ def muon(
     inside = {p: name for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     matrices = [p for p in trained if p in inside]
     others = [p for p in trained if p not in inside]
-    head_size = model.config.n_embd // model.config.n_head
-    rows = {p: head_size for p in matrices if inside[p].endswith("attn.c_attn.weight")}
+    heads = model.config.n_head
+    parts = {
+        p: Parts(matrices=3 * heads, faster=2 * heads)
+        for p in matrices
+        if inside[p].endswith("attn.c_attn.weight") and len(p) == 3 * model.config.n_embd
+    }
     optimizers: list[Optimizer] = []
     if others:
         rest = adamw_of(others, learning_rate, weight_decay, **options)
@@ -59,7 +63,7 @@ def muon(
             group["lr_scale"] = embedding_lr if group["params"][0].dim() >= 2 else 1.0
         optimizers.append(rest)
     if matrices:
-        optimizers.append(Muon(matrices, learning_rate, weight_decay, dtype, rows))
+        optimizers.append(Muon(matrices, learning_rate, weight_decay, dtype, parts))
     return optimizers
 
 
@@ -106,11 +110,21 @@ def describe_optimizers(optimizers: list[Optimizer]) -> str:
 POLYNOMIALS = [(7.862, -21.672, 15.306), (3.57, -2.568, 0.4863), (2.668, -1.983, 0.4533)]
 
 
+class Parts(NamedTuple):
+    """The matrices that a parameter holds, one above the other.
+
+    c_attn holds those of all heads' queries, then keys, then values. As one matrix, queries and
+    keys would get a third of the values' update; they learn best with twice as much.
+    """
+
+    matrices: int = 1
+    faster: int = 0  # of them, the first ones, whose update is doubled
+
+
 class Muon(torch.optim.Muon):
     """PyTorch's Muon, but each process orthogonalizes only its share of the matrices.
 
-    rows: how many rows each matrix has of a parameter that holds several. c_attn holds each head's
-    queries, keys and values. As one matrix, queries and keys would get a third of their update.
+    parts: those of parameters that hold several matrices.
     """
 
     def __init__(
@@ -119,26 +133,27 @@ class Muon(torch.optim.Muon):
         learning_rate: float,
         weight_decay: float,
         dtype: torch.dtype,
-        rows: dict[nn.Parameter, int],
+        parts: dict[nn.Parameter, Parts],
     ):
         super().__init__(params, learning_rate, weight_decay, ns_steps=len(POLYNOMIALS))
         self.dtype = dtype
-        self.rows = rows
+        self.parts = parts
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            kinds = {p: (p.shape, self.rows.get(p, p.shape[0])) for p in params}
+            kinds = {p: (p.shape, self.parts.get(p, Parts())) for p in params}
             for kind in dict.fromkeys(kinds.values()):
-                shape, rows = kind
+                (rows, columns), parts = kind
+                longest = max(rows // parts.matrices, columns)
                 alike = [p for p in params if kinds[p] == kind]
                 stacked = torch.stack([self.direction(p, group["momentum"]) for p in alike])
-                updates = orthogonalize_all(stacked, rows)
+                updates = orthogonalize_all(stacked, parts)
                 for p, update in zip(alike, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
                     # torch.optim's match_rms_adamw, the only one used here
-                    p.add_(update, alpha=-0.2 * math.sqrt(max(rows, shape[1])) * group["lr"])
+                    p.add_(update, alpha=-0.2 * math.sqrt(longest) * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
         """Nesterov's momentum, in the dtype in which Muon orthogonalizes."""
@@ -152,38 +167,39 @@ class Muon(torch.optim.Muon):
 mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
-def orthogonalize_all(stacked: Any, rows: int) -> torch.Tensor:
-    """Orthogonalizes parameters (n, R, columns), each on one process; shards them as before.
+def orthogonalize_all(stacked: Any, parts: Parts) -> torch.Tensor:
+    """Orthogonalizes parameters (n, rows, columns), each on one process; shards them as before.
 
     Products of sharded matrices would need a collective in each iteration, and round differently.
     Under ddp, the processes exchange only results; else the processes of a node share the work.
     """
     if not dist.is_initialized():
-        return orthogonalize_share(stacked, rows)
+        return orthogonalize_share(stacked, parts)
     # gloo has no all-to-all, so DTensor gathers instead. Its warning would help no user.
     logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
     if is_whole := not isinstance(stacked, DTensor):
         stacked = DTensor.from_local(stacked, mesh_of(dist.group.WORLD, stacked.device.type))
     shares = stacked.redistribute(placements=[*stacked.placements[:-1], Shard(0)])
-    orthogonalize_share(shares.to_local(), rows)
+    orthogonalize_share(shares.to_local(), parts)
     updates = shares.redistribute(placements=stacked.placements)
     return updates.to_local() if is_whole else updates
 
 
-def orthogonalize_share(stacked: torch.Tensor, rows: int) -> torch.Tensor:
-    """Orthogonalizes parameters (n, R, columns) in place, each as matrices of so many rows.
+def orthogonalize_share(stacked: torch.Tensor, parts: Parts) -> torch.Tensor:
+    """Orthogonalizes parameters (n, rows, columns) in place, each as its matrices.
 
     A GPU takes up to 64M numbers at once, because launching the products of a small matrix takes
     longer than computing them. Together they may round differently, so a CPU, where any number of
     processes promises the same bits, takes one parameter after another.
     """
-    several = stacked.unflatten(1, (-1, rows))  # (n, matrices in each, rows, columns)
-    parts: Iterable[torch.Tensor] = several
+    several = stacked.unflatten(1, (parts.matrices, -1))  # (n, matrices in each, rows, columns)
+    at_a_time: Iterable[torch.Tensor] = several
     if stacked.device.type == "cuda":
         at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
-        parts = [part.flatten(0, 1) for part in several.split(at_once)]
-    for part in parts:
-        part.copy_(orthogonalize(part))
+        at_a_time = [some.flatten(0, 1) for some in several.split(at_once)]
+    for matrices in at_a_time:
+        matrices.copy_(orthogonalize(matrices))
+    several[:, : parts.faster] *= 2
     return stacked
 
 

@@ -247,8 +247,9 @@ def test_muon_takes_float32_where_the_run_does_and_both_where_it_is_faster(
     before = [p.detach().clone() for p in (block.mlp.c_fc.weight, block.attn.c_attn.weight)]
     step_on(tiny, optimizers, torch.randint(0, 50257, (16, 33)), B=16, lr=1.0)
     in_mlp = block.mlp.c_fc.weight - before[0]
-    in_attention = (block.attn.c_attn.weight - before[1]).view(3, 2, 16, 32)  # q, k, v of two heads
-    for matrices, longest in ((in_mlp, 128), (in_attention, 32)):
+    # queries, keys and values of two heads
+    queries, keys, values = (block.attn.c_attn.weight - before[1]).view(3, 2, 16, 32)
+    for matrices, longest in ((in_mlp, 128), (queries / 2, 32), (keys / 2, 32), (values, 32)):
         values = torch.linalg.svdvals(matrices) / (0.2 * math.sqrt(longest))
         assert 0.6 < values.median(-1).values.min() and values.max() < 1.6, "it is not exact"
 
