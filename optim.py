@@ -52,7 +52,7 @@ def muon(
     others = [p for p in trained if p not in inside]
     heads = model.config.n_head
     parts = {
-        p: Parts(matrices=3 * heads, faster=2 * heads)
+        p: Parts(n_matrices=3 * heads, n_doubled=2 * heads)
         for p in matrices
         if inside[p].endswith("attn.c_attn.weight") and len(p) == 3 * model.config.n_embd
     }
@@ -105,20 +105,21 @@ def describe_optimizers(optimizers: list[Optimizer]) -> str:
     return "; ".join(words) + " (padding included)"
 
 
-# a, b and c of Muon's iterations: the best three in a row for singular values from 0.01 to 1, with
-# 2% of room above. Polar Express (Amsel et al. 2025) says how to find them.
+# a, b and c of Muon's iterations: the best sequence of three for singular values from 0.01 to 1,
+# with 2% of room above, beyond which they diverge. Polar Express (Amsel et al. 2025) finds them.
 POLYNOMIALS = [(7.862, -21.672, 15.306), (3.57, -2.568, 0.4863), (2.668, -1.983, 0.4533)]
 
 
 class Parts(NamedTuple):
     """The matrices that a parameter holds, one above the other.
 
-    c_attn holds those of all heads' queries, then keys, then values. As one matrix, queries and
-    keys would get a third of the values' update; they learn best with twice as much.
+    c_attn holds those of all heads' queries, then keys, then values. Orthogonalized as one matrix,
+    queries and keys move a third as far as values. Apart they move as far, but twice as far is
+    better (benchmarks/LOG.md). A c_attn of another layout stays one matrix.
     """
 
-    matrices: int = 1
-    faster: int = 0  # of them, the first ones, whose update is doubled
+    n_matrices: int = 1
+    n_doubled: int = 0  # of them, the first ones, whose update is doubled
 
 
 class Muon(torch.optim.Muon):
@@ -146,13 +147,13 @@ class Muon(torch.optim.Muon):
             kinds = {p: (p.shape, self.parts.get(p, Parts())) for p in params}
             for kind in dict.fromkeys(kinds.values()):
                 (rows, columns), parts = kind
-                longest = max(rows // parts.matrices, columns)
+                longest = max(rows // parts.n_matrices, columns)
                 alike = [p for p in params if kinds[p] == kind]
                 stacked = torch.stack([self.direction(p, group["momentum"]) for p in alike])
                 updates = orthogonalize_all(stacked, parts)
                 for p, update in zip(alike, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    # torch.optim's match_rms_adamw, the only one used here
+                    # what torch.optim calls match_rms_adamw
                     p.add_(update, alpha=-0.2 * math.sqrt(longest) * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
@@ -192,41 +193,40 @@ def orthogonalize_share(stacked: torch.Tensor, parts: Parts) -> torch.Tensor:
     longer than computing them. Together they may round differently, so a CPU, where any number of
     processes promises the same bits, takes one parameter after another.
     """
-    several = stacked.unflatten(1, (parts.matrices, -1))  # (n, matrices in each, rows, columns)
-    at_a_time: Iterable[torch.Tensor] = several
+    several = stacked.unflatten(1, (parts.n_matrices, -1))  # (n, matrices in each, rows, columns)
+    at_once = 1
     if stacked.device.type == "cuda":
         at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
-        at_a_time = [some.flatten(0, 1) for some in several.split(at_once)]
-    for matrices in at_a_time:
-        matrices.copy_(orthogonalize(matrices))
-    several[:, : parts.faster] *= 2
+    for some in several.split(at_once):
+        some.copy_(orthogonalize(some.flatten(0, 1)).view_as(some))
+    several[:, : parts.n_doubled] *= 2
     return stacked
 
 
 def orthogonalize(x: torch.Tensor) -> torch.Tensor:
     """Matrices (n, rows, columns) -> the same with nearly equal singular values: Muon's update.
 
-    A Newton-Schulz iteration multiplies a wide x by P = a + bA + cA², where A = x xᵀ is small. That
-    moves every singular value s to a s + b s³ + c s⁵, nearer to 1. None must be larger than 1 at
-    first. The root of A's norm is a bound for them, much closer than the norm of x, which Muon
-    takes: with it and with better polynomials, three iterations do as well as Muon's five.
+    A Newton-Schulz iteration multiplies a wide x by P = aI + bA + cA², where A = x xᵀ has only
+    rows × rows numbers. That moves every singular value s to a s + b s³ + c s⁵, nearer to 1. At
+    first, none may exceed 1. The root of A's norm is a bound for them, much closer than the norm
+    of x, which Muon takes. So, with better polynomials, three iterations do as well as its five.
     """
     if is_tall := x.size(-2) > x.size(-1):
         x = x.mT
     A = x @ x.mT
     norm = A.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-14)
     # in 16 bits, P A P loses small eigenvalues of A: x xᵀ is computed again before the last one
-    first = 3 if x.dtype == torch.float32 else 2
-    x = multiply_steps(A / norm, POLYNOMIALS[:first]) @ (x / norm.sqrt())
-    if first < 3:
-        x = multiply_steps(x @ x.mT, POLYNOMIALS[first:]) @ x
+    from_A = len(POLYNOMIALS) if x.dtype == torch.float32 else 2
+    x = multiply_steps(A / norm, POLYNOMIALS[:from_A]) @ (x / norm.sqrt())
+    if others := POLYNOMIALS[from_A:]:
+        x = multiply_steps(x @ x.mT, others) @ x
     return x.mT if is_tall else x
 
 
 def multiply_steps(A: torch.Tensor, polynomials: Sequence[tuple[float, ...]]) -> torch.Tensor:
-    """The product of the P of these iterations, without x: Gram Newton-Schulz (Dao-AILab 2026).
+    """The product of these iterations' P, from A alone: Gram Newton-Schulz (Dao-AILab 2026).
 
-    P and A commute, so the next A, of P x, is P A P.
+    P is symmetric, so the next A is (P x)(P x)ᵀ = P A P.
     """
     (a, b, c), *others = polynomials
     P = torch.baddbmm(A, A, A, beta=b, alpha=c)

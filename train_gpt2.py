@@ -415,7 +415,7 @@ def report_step(run: Run, loss: float, norm: float, lr: float, dt: float, skippe
         line += f" | no update: {more['skipped']}"
     run.world.say(line)
     run.shortest = min(run.shortest, dt)
-    if dt > 2 * run.shortest and device.is_overloaded(run.world.device):
+    if run.world.size == 1 and dt > 2 * run.shortest and device.is_overloaded(run.world.device):
         say_once(
             "updates take twice as long while other programs use these cores, because threads wait "
             f"for each other: Ctrl-C, then OMP_NUM_THREADS=1 {run.command_to_resume}"

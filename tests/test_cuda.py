@@ -113,7 +113,7 @@ def test_float16_and_two_gpus_train_as_float32_on_one_does(shards, tmp_path, fla
 @pytest.mark.parametrize("shape", [(3, 128, 384), (5, 256, 64), (1, 64, 64)], ids=str)
 def test_muon_orthogonalizes_many_matrices_at_once_as_a_cpu_does_one_after_another(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for parts in (Parts(), Parts(matrices=shape[1] // 32, faster=1)):
+    for parts in (Parts(), Parts(n_matrices=shape[1] // 32, n_doubled=1)):
         exact = orthogonalize_share(matrices.clone(), parts)
         for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
             x = orthogonalize_share(matrices.to(GPU, dtype), parts).float().cpu()

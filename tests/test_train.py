@@ -473,6 +473,7 @@ def test_a_run_beside_other_work_is_told_to_take_one_thread(
     run.progress.step = 0
     run.train_loader.cursor = 1
     run.world.device = torch.device("cpu")
+    run.world.size = 1
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0, 0))
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr("support.machine.device.usable_cores", lambda: 2)
@@ -780,7 +781,7 @@ def test_a_run_that_began_with_another_muon_is_told(tiny, tmp_path, steps, told)
     state = dict(model={}, dtype="float32", batch_size=1, optimizer={"param_groups": groups})
     saved = checkpoint.Checkpoint(tmp_path, state | dict(config=config.saved()), [])
     words = " ".join(resume.compare_settings(config, saved, []))
-    assert ("Muon's c_attn one matrix -> one for" in words) == told
+    assert ("Muon's c_attn one matrix -> each head's" in words) == told
 
 
 @pytest.mark.parametrize("tokens, is_lower", [(64, True), (32, False)])

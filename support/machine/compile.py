@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch._decomp import decomposition_table as pytorchs
+from torch._decomp import decomposition_table
 from torch._functorch import config as functorch_config
 
 from support.machine import attention
@@ -76,9 +76,9 @@ def replace_operators() -> None:
 
 
 def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    """x (1 + tanh u) / 2 as x sigmoid(2u): an exp takes half as long as a tanh."""
+    """x (1 + tanh u) / 2 as x sigmoid(2u), since an exp takes half as long as a tanh. u: below."""
     if approximate != "tanh":
-        return pytorchs[torch.ops.aten.gelu.default](x, approximate=approximate)
+        return decomposition_table[torch.ops.aten.gelu.default](x, approximate=approximate)
     wide, s = sigmoid_2u(x)
     return (wide * s).to(x.dtype)
 
@@ -86,7 +86,9 @@ def gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
 def gelu_backward(dy: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     """With s = sigmoid(2u), x s has the derivative s + x s (1 - s) 2u'."""
     if approximate != "tanh":
-        return pytorchs[torch.ops.aten.gelu_backward.default](dy, x, approximate=approximate)
+        return decomposition_table[torch.ops.aten.gelu_backward.default](
+            dy, x, approximate=approximate
+        )
     wide, s = sigmoid_2u(x)
     slope = 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * wide * wide)
     return (dy * (s + wide * s * (1 - s) * slope)).to(x.dtype)

@@ -233,8 +233,9 @@ def compare_settings(
             f"same model, {new_run_from(resumed_from.path)}"
         )
     words = [changed[name] for name in changed if name not in SILENT]
+    # PyTorch's default, which Muon had here until November 2026
     if any(group.get("ns_steps") == 5 for group in state["optimizer"]["param_groups"]):
-        words.append("Muon's c_attn one matrix -> one for the queries, keys or values of a head")
+        words.append("Muon's c_attn one matrix -> each head's queries, keys and values apart")
     return words
 
 
