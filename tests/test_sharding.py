@@ -320,6 +320,25 @@ def share_muon() -> None:
         world.say(json.dumps(found))
 
 
+def test_but_for_how_it_orthogonalizes_an_update_is_pytorchs():
+    """Of c_attn, of which PyTorch knows no heads, the size differs, too."""
+
+    def pytorchs(params, learning_rate, weight_decay, *_):
+        return torch.optim.Muon(params, learning_rate, weight_decay, adjust_lr_fn="match_rms_adamw")
+
+    def orthogonalize(grad, *_):
+        return optim.orthogonalize(grad.bfloat16()[None])[0]
+
+    found = step_muon(random_model())
+    with (
+        mock.patch.object(optim, "Muon", pytorchs),
+        mock.patch("torch.optim._muon._zeropower_via_newtonschulz", orthogonalize),
+    ):
+        expected = step_muon(random_model())
+    same = [torch.equal(x, y) for x, y in zip(found, expected, strict=True)]
+    assert same == [False, True, True, True] * 2
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 48), (3, 48, 16), (0, 16, 16)], ids=str)
 def test_matrices_that_a_gpu_orthogonalizes_at_once_are_those_of_one_after_another(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,6 @@
-"""What runs compiled: the blocks and the loss, in place; and whether this machine can compile."""
+"""What runs compiled: the blocks and the loss, in place, with our code for two operators; and
+whether this machine can compile.
+"""
 
 from __future__ import annotations
 

@@ -196,8 +196,9 @@ def keep_freed_memory(device: torch.device) -> None:
 
 def is_overloaded(device: torch.device) -> bool:
     """Whether threads of this process share a CPU's cores with other programs."""
-    several = device.type == "cpu" and torch.get_num_threads() > 1
-    return several and os.getloadavg()[0] > usable_cores() + 0.5
+    if device.type != "cpu" or torch.get_num_threads() == 1:
+        return False
+    return os.getloadavg()[0] > usable_cores() + 0.5
 
 
 def free_memory(device: torch.device, processes: int = 1) -> int:

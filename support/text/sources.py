@@ -61,7 +61,6 @@ STRETCH = 2**20  # bytes of a text file that are read at a time
 BEFORE_LAST_SPACE = re.compile(rf".*{NO_SPACE}(?={SPACE})", re.DOTALL)
 BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
-PACKED = (".gz", ".xz", ".zst")  # ends of the names of packed text
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 RETRY_WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
 OTHER_COLUMN = "--column names another, which all files must have"
@@ -206,8 +205,8 @@ def expand(pattern: str) -> list[str]:
 
 def kind_of(path: str) -> str:
     """The kind of a file, packed or not, by the end of its name: of READERS, if it is read."""
-    name = path.lower()
-    return name.removesuffix(next(filter(name.endswith, PACKED), "")).rpartition(".")[2]
+    name, end = os.path.splitext(path.lower())
+    return (name if end in UNPACKED_BY else name + end).rpartition(".")[2]
 
 
 def find_local(source: str, column: str) -> Iterator[File]:
@@ -217,7 +216,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
     for path in paths:
         kind = kind_of(path)
         if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
-            ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", *PACKED)]
+            ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", *UNPACKED_BY)]
             inside = os.path.join(glob.escape(path), "**")
             files = expand(os.path.join(inside, "*"))
             found = [os.path.join(inside, end) for end in ends if fnmatch.filter(files, end)]
@@ -364,15 +363,18 @@ def open_file(path: str) -> Any:
         from huggingface_hub import HfFileSystem
 
         file = HfFileSystem().open(path, "rb")
-    if path.lower().endswith(".gz"):
-        return gzip.open(file)
-    if path.lower().endswith(".xz"):
-        return lzma.open(file)
-    if path.lower().endswith(".zst"):
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+    if unpack := UNPACKED_BY.get(os.path.splitext(path.lower())[1]):
+        return unpack(file)
     return open(path, "rb") if file is path else file
+
+
+def open_zst(file: Any) -> Any:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
+
+
+UNPACKED_BY: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".zst": open_zst}
 
 
 def read_text(path: str, column: str = "") -> Iterator[Stretch]:
