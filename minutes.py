@@ -99,15 +99,15 @@ def choose_recipe(
 
     >>> recipe = choose_recipe(1200, 6.0, 256, 4.0, {})
     >>> recipe["learning_rate"], recipe["weight_decay"], recipe["warmup_steps"]
-    (0.006, 0.39, 40)
+    (0.006, 1.01, 40)
     """
     optimizer = typed.get("optimizer", "muon")
     share = 1 if optimizer == "muon" else 4  # AdamW takes a quarter of the rate
     rate = min(1e-2, 6e-3 * (256 / n_embd) * (1200 / max_steps) ** 0.3) / share
     rate = typed.get("learning_rate", rate)
-    # the part of a weight that an update takes at this rate, within what an epoch may: minutes.md
-    most = min(2, 0.6 * per_token) * epochs / max_steps
-    fading = min(0.0055 * epochs**1.5 / max_steps**0.5, most)
+    # the part of a weight that an update takes at this rate: docs/minutes.md
+    per_epoch = min(0.6, 0.08 * epochs) * per_token ** (2 / 3)
+    fading = min(0.01, per_epoch * epochs / max_steps)
     return dict(
         max_steps=max_steps,
         warmup_steps=min(max_steps // 30, 100),
