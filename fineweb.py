@@ -60,10 +60,9 @@ class Source:
     """Which text."""
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
-    # tinyshakespeare, tales (books for children), stdlib (Python's library), python (stdlib and the
-    # installed packages, some of them held out), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], paths
-    # and globs of .txt, .jsonl and .parquet files, or tokens:OWNER/NAME (ready shards of GPT-2's
-    # tokens on the hub)
+    # tinyshakespeare, tales (books for children), stdlib (Python's library), a path or glob of
+    # .txt, .jsonl and .parquet files, hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or
+    # tokens:OWNER/NAME (ready shards of GPT-2's tokens on the hub)
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
     val_source: tuple[str, ...] = ()
@@ -411,17 +410,11 @@ def check_flags(config: Config) -> None:
     if "/" in config.name:
         where = "--data-dir names the directory"
         raise UsageError(f"--name {config.name}: the names of shards begin with it; {where}")
-    other_rule = config.val_tokens or config.decontaminate or "stdlib" in config.source
-    if "python" in config.source and other_rule:
-        raise UsageError(
-            "--source python contains stdlib, and holds out whole packages: "
-            "leave out stdlib, --val-tokens and --decontaminate"
-        )
     if config.hellaswag_path and not config.decontaminate:
         raise UsageError("--hellaswag-path has no effect without --decontaminate")
     if config.vocab_size in range(1, 257) or (config.vocab_size and config.tokenizer):
         raise UsageError("--vocab-size: 257 at least, for all bytes, and no --tokenizer beside it")
-    own_split = {"python", "tales", "tinyshakespeare"} & {*config.source}
+    own_split = {"tales", "tinyshakespeare"} & {*config.source}
     if config.val_source and own_split:
         names = " and ".join(sorted(own_split))
         raise UsageError(f"--val-source: {names} has text for validation already")

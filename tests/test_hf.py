@@ -14,7 +14,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import EOT, POINTER, random_model, run_program, run_script, train
+from conftest import EOT, POINTER, ROOT, random_model, run_program, run_script, train
 from contract import RIGHT, TOLD
 from safetensors.torch import load_file, save_file
 
@@ -53,6 +53,19 @@ def test_weights_go_to_transformers_and_back_bit_for_bit(tmp_path, shape):
         logits = ours(idx)[0]
         assert (logits - theirs(idx).logits).abs().max() < 1e-4
         assert torch.equal(logits, back(idx)[0])
+
+
+def test_the_hours_weights_open_in_transformers_as_the_bfloat16_that_they_are():
+    folder = ROOT / "runs" / "laptop" / "model"
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert theirs.dtype == torch.bfloat16
+    assert (folder / "model.safetensors").stat().st_size <= 8e6
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    idx = tokenizer("Once upon a time there was a king", return_tensors="pt").input_ids
+    ours = GPT.from_pretrained(folder)
+    with torch.no_grad():
+        assert (ours(idx)[0] - theirs.float()(idx).logits).abs().max() < 1e-4
+    assert idx.tolist() == [ours.tokenizer.encode("Once upon a time there was a king")]
 
 
 @pytest.mark.parametrize("old", [{}, dict(_use_new_zipfile_serialization=False)])

@@ -297,7 +297,7 @@ def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_
         (["--tokenizer", "gpt2", "--val-tokens", 9], "--val-tokens: leave it out"),
         (["--source", "tinyshakespeare", "--val-tokens", 9], "--val-tokens: leave it out"),
         (["--val-source", "a.txt", "--val-tokens", 9], "--val-tokens: leave it out"),
-        (["--source", "python", "--val-source", "a.txt"], "python has text for validation already"),
+        (["--source", "tales", "--val-source", "a.txt"], "tales has text for validation already"),
         (["--source", "a.txt", "--source", "b.txt"], "--source is given twice: name all after one"),
         (["--val_source=a", "--workers", "1", "--val-source=b"], "--val-source is given twice"),
     ],

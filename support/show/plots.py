@@ -257,7 +257,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
         lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
         for line in samples[k][0].splitlines():  # as it was generated
-            lines += textwrap.wrap(line, 42, drop_whitespace=False) or [""]
+            lines += textwrap.wrap(line, 42) or [""]
         text = "\n".join(lines[:8])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right

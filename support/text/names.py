@@ -5,7 +5,6 @@ ALWAYS_THERE = {
     "tinyshakespeare": "Tiny Shakespeare",
     "tales": "tales",
     "stdlib": "Python's library",
-    "python": "Python source",
 }
 MANIFEST = "manifest.json"  # in a directory of shards: how they were made
 TOKENIZER_FILE = "tokenizer.json"  # beside shards and weights: their vocabulary

@@ -19,12 +19,10 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.metadata import distributions
+from functools import partial
 from itertools import chain, groupby, islice, pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from support.base.errors import UserError, reading
@@ -45,14 +43,6 @@ ASSETS = Path(__file__).parents[2] / "assets"
 TINYSHAKESPEARE = ASSETS / "tinyshakespeare.txt"
 TRAINING_CHARS = 1_003_854  # nanoGPT's split of it (data/shakespeare_char/prepare.py)
 NOT_MODULES = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data"}
-NOT_MODULES |= {"_vendor", "_vendored", "vendor", "vendored", "extern", "externals", "third_party"}
-GENERATED = re.compile(  # what a module says of itself in its first 1000 characters
-    r'(?im)^(#|"""|this (file|module)).*(auto-?(matically )?generated|'
-    r"generated (and used )?(by|from))|do(n.t| not) edit"
-)
-HELD_OUT_DIGIT = "4"  # with which a name's hash begins: of eight packages of requirements.txt
-PACKAGE_BYTES = 4_000_000  # of one package at most: torch and transformers would be half of all
-HELD_OUT_BYTES = 400_000  # of one that is held out: networkx would be most of the validation split
 MOST_HELD_OUT = 10_000_000  # bytes of text, where the split comes before the vocabulary
 VOCABULARY_TEXT = 100_000_000  # bytes that a vocabulary is trained on
 DISTINCT_WORDS = 10_000_000  # bytes of different words, to train on which takes 1 GB of memory
@@ -107,9 +97,7 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
                 revision = commits.get(source) or options["revision"]
                 files: Iterable[File] = find_on_hub(name, options["column"], revision)
             elif source == "stdlib":
-                files = (File(str(n), partial(read_text, p)) for n, p in shuffle(find_stdlib()))
-            elif source == "python":
-                files = find_python()
+                files = find_stdlib()
             elif source == "tinyshakespeare":
                 whole = File(source, partial(read_text, str(TINYSHAKESPEARE)))
                 last = replace(whole, begin=(0, TRAINING_CHARS), held_out="the last tenth of it")
@@ -128,50 +116,13 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
     return sorted(unique.values(), key=lambda file: not file.held_out)
 
 
-def find_stdlib() -> dict[PurePath, str]:
-    """The names and paths of all modules of the running Python's library."""
+def find_stdlib() -> Iterator[File]:
+    """The running Python's library, in an order that looks random but is always the same."""
     root = Path(sysconfig.get_path("stdlib"))
-    return {path.relative_to(root): str(path) for path in root.rglob("*.py")}
-
-
-def shuffle(paths: dict[PurePath, str]) -> list[tuple[PurePath, str]]:
-    """All but NOT_MODULES, in an order that looks random but is always the same."""
-    modules = [item for item in paths.items() if NOT_MODULES.isdisjoint(item[0].parts)]
-    return sorted(modules, key=lambda item: hashlib.sha256(item[0].as_posix().encode()).digest())
-
-
-def find_python() -> Iterator[File]:
-    """Yields modules of the standard library and of installed packages, first what is held out."""
-    packages: dict[str, list] = {}
-    for distribution in distributions():  # the first of a name is the one that Python imports
-        if project := distribution.metadata["Name"]:  # none: pip has left it half deleted
-            packages.setdefault(re.sub(r"[-_.]+", "-", project).lower(), distribution.files or [])
-    held_out: dict[PurePath, str] = {}
-    others = {name: path for name, path in shuffle(find_stdlib()) if is_written_by_hand(path)}
-    for package, files in packages.items():
-        is_held_out = hashlib.sha256(package.encode()).hexdigest().startswith(HELD_OUT_DIGIT)
-        room = HELD_OUT_BYTES if is_held_out else PACKAGE_BYTES
-        for name, path in shuffle({n: str(n.locate()) for n in files if n.suffix == ".py"}):
-            size = os.path.getsize(path) if os.path.exists(path) else 0
-            if size <= room and is_written_by_hand(path):  # which reads it
-                room -= size
-                (held_out if is_held_out else others)[name] = path
-    if not held_out:
-        raise UserError("no installed package is held out: run it in the environment of make setup")
-    print("held out for validation:", *sorted({n.parts[0] for n in held_out}), file=sys.stderr)
-    benchmark = cache(lambda: Benchmark(Path(p).read_text("utf-8") for p in held_out.values()))
-    for name, path in shuffle(held_out):
-        yield File(str(name), partial(read_text, path), held_out="the packages that are held out")
-    for name, path in shuffle(others):
-        yield File(str(name), partial(read_without, path, benchmark))
-
-
-def is_written_by_hand(path: str) -> bool:
-    """Whether a module is there, in UTF-8, not empty, and does not say that it was generated."""
-    with suppress(OSError, UnicodeDecodeError):
-        text = Path(path).read_text("utf-8")
-        return bool(text) and not GENERATED.search(text[:1000])
-    return False
+    paths = {path.relative_to(root).as_posix(): str(path) for path in root.rglob("*.py")}
+    modules = [name for name in paths if NOT_MODULES.isdisjoint(name.split("/"))]
+    for name in sorted(modules, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        yield File(name, partial(read_text, paths[name]))
 
 
 def find_paths(source: str) -> list[str]:
@@ -404,19 +355,6 @@ def read_text(path: str, column: str = "") -> Iterator[Stretch]:
                 text = text[stretch.end() :]
                 starts = False
     yield text, starts
-
-
-def read_without(path: str, benchmark: Callable[[], Benchmark]) -> Iterator[Stretch]:
-    """Yields a file in whole lines, without the text that the benchmark has too."""
-    text = "".join(stretch for stretch, _ in read_text(path))
-    for start, end in cut_out(text, benchmark())[0]:
-        piece = text[start:end]
-        if start:
-            piece = piece.partition("\n")[2]
-        if end < len(text):
-            piece = piece[: piece.rfind("\n") + 1]
-        if piece:
-            yield piece, True
 
 
 def read_jsonl(path: str, column: str) -> Iterator[Stretch]:

@@ -334,14 +334,15 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
         (directory / "model.safetensors").chmod(0o644)
     for name, data in model.tokenizer.files.items():
         (directory / name).write_bytes(data)
-    for name, content in json_files(model, difference).items():
+    dtype = str(weights[EMBEDDING].dtype).removeprefix("torch.")
+    for name, content in json_files(model, difference, dtype).items():
         (directory / name).write_text(json.dumps(content, indent=2))
     size = sum(w.numel() for w in weights.values())
     text = model_card(size, card, difference)
     (directory / "README.md").write_bytes(text.encode(errors="replace"))
 
 
-def json_files(model: GPT, difference: str) -> dict[str, dict[str, Any]]:
+def json_files(model: GPT, difference: str, dtype: str) -> dict[str, dict[str, Any]]:
     """What Hugging Face's libraries read about a model, by file. difference: from GPT-2."""
     fields = asdict(model.config)
     fingerprint = model.fingerprint
@@ -356,7 +357,7 @@ def json_files(model: GPT, difference: str) -> dict[str, dict[str, Any]]:
         n_ctx=T,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),  # no dropout
         **ends,
-        dtype="float32",
+        dtype=dtype,
     )
     changed = dict(
         model_type=CHANGED,  # AutoModel refuses it
