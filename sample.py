@@ -2,7 +2,7 @@
 
 python sample.py                  five short samples of the newest checkpoint below log/, else gpt2
 python sample.py --interactive                             asks for prompts
-python sample.py --model log/quickstart/ckpt_001020 --prompt "ROMEO:"
+python sample.py --model log/quickstart/ckpt_000960 --prompt "ROMEO:"
 """
 
 import json
