@@ -258,12 +258,12 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
         for line in samples[k][0].splitlines():  # as it was generated
             lines += textwrap.wrap(line, 42) or [""]
-        text = "\n".join(lines[:8])
+        text = "\n".join(lines[:7])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color=GREY, linewidth=0.6, relpos=(across, 0))
         style = dict(family="monospace", fontsize=6.5, arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
-    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=110)
+    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=100)
     return figure
