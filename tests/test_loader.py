@@ -213,17 +213,17 @@ def test_a_thread_does_not_close_the_shard_that_another_one_reads(shards, monkey
 
 
 def test_a_loader_that_is_closed_or_deleted_leaves_no_thread(shards):
-    def readers() -> list:
-        return [t for t in threading.enumerate() if t.name.startswith("DataLoaderLite")]
+    def readers() -> set:
+        return {t for t in threading.enumerate() if t.name.startswith("DataLoaderLite")}
 
-    before = len(readers())
+    before = readers()  # of other tests; some of them may end while this one runs
     loader = DataLoaderLite(open_data(shards, "train"), "train", 1, 8, shuffle=True)
     loader.next_batch()
-    assert len(readers()) == before + 1
+    assert len(readers() - before) == 1
     loader.close()
-    assert len(readers()) == before
+    assert not readers() - before
     loader = DataLoaderLite(shards, "train", 1, 8)
-    [thread] = {*readers()} - {*readers()[:before]}
+    [thread] = readers() - before
     gc.disable()
     del loader
     gc.enable()
