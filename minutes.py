@@ -117,6 +117,7 @@ def choose_recipe(
         embedding_lr=4.0 if optimizer == "muon" else 1.0,
         decay="linear",
         min_lr_frac=0.0,
+        average_frac=0.08,
     )
 
 

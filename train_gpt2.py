@@ -18,7 +18,7 @@ import minutes
 from config import Settled, TrainConfig, refuse_other_sizes, settle, wrong_vocabulary
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
-from optim import clip_gradients, describe_optimizers
+from optim import average_weights, averaged, clip_gradients, describe_optimizers
 from support.base.console import duration, run_script, say, say_once
 from support.base.errors import UserError, first_line
 from support.machine import device, sharding
@@ -65,6 +65,7 @@ def train_step(
     dtype: torch.dtype,
     lr: float,
     grad_clip: float,
+    averaging: float = 1.0,
     strategy: str = "ddp",  # --sharding
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """One update, by the gradient of the mean loss over all micro-batches and processes.
@@ -96,6 +97,7 @@ def train_step(
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group.get("lr_scale", 1.0)
+            group["averaging"] = averaging
         if not skipped:
             scaler.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
@@ -229,7 +231,7 @@ def build_loader(settled: Settled, B: int) -> DataLoaderLite:
 def build_optimizers(
     config: TrainConfig, model: GPT, dtype: torch.dtype
 ) -> list[torch.optim.Optimizer]:
-    return model.configure_optimizers(
+    optimizers = model.configure_optimizers(
         config.optimizer,
         weight_decay=config.weight_decay,
         learning_rate=config.learning_rate,
@@ -238,6 +240,9 @@ def build_optimizers(
         eps=config.eps,
         dtype=torch.bfloat16 if dtype == torch.bfloat16 else torch.float32,
     )
+    for optimizer in optimizers if config.average_frac else []:
+        optimizer.register_step_post_hook(average_weights)
+    return optimizers
 
 
 def build_model(settled: Settled, dtype: torch.dtype) -> GPT:
@@ -296,7 +301,7 @@ def evaluate_if_due(run: Run) -> bool:
     }
     if not due:
         return False
-    with sharding.unsharded(run.model, run.config.sharding):
+    with averaged(run.optimizers), sharding.unsharded(run.model, run.config.sharding):
         for name, measure in due.items():
             values = measure(progress.step)
             if name == "val":
@@ -385,6 +390,7 @@ def make_update(run: Run, lr: float) -> tuple[float, float, bool]:
         dtype=run.dtype,
         lr=lr,
         grad_clip=config.grad_clip,
+        averaging=1 / max(1, config.average_frac * (progress.step + 1)),
         strategy=config.sharding,
     )
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
@@ -484,7 +490,8 @@ def save_checkpoint(run: Run) -> None:
         "command": run.command,
     }
     run.log.sync()  # so that a resumed run finds every step up to this one
-    run.writer.save(run.model, run.optimizers, state, card)
+    with averaged(run.optimizers):
+        run.writer.save(run.model, run.optimizers, state, card)
     run.last_save_time = time.perf_counter()
 
 

@@ -46,6 +46,7 @@ from conftest import (
 )
 from contract import as_a_process, call, contents, judge
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.nn.utils import parameters_to_vector
 from warm import two_ranks
 
@@ -532,6 +533,31 @@ def test_evaluations_leave_training_as_it_is_and_the_best_checkpoint_stays(corpu
         assert 0 < best < 8 and kept == [best, 8], "due by --save-best, or by the clock"
 
 
+def test_an_average_is_saved_and_evaluated_and_leaves_training_as_it_is(corpus, tmp_path):
+    flags = """--max-steps 6 --checkpoint-every 1 --keep-checkpoints 9 --val-every 3
+        --val-tokens 160 --optimizer muon"""
+    train(corpus, tmp_path / "plain", flags)
+    train(corpus, tmp_path / "log", f"{flags} --average-frac 0.5")
+    assert losses(tmp_path / "log") == losses(tmp_path / "plain")
+    average: dict = {}
+    for step in range(1, 7):
+        weights = load_file(tmp_path / f"plain/ckpt_{step:06d}/model.safetensors")
+        share = 1 / max(1, step / 2)
+        average = {n: share * w + (1 - share) * average.get(n, w) for n, w in weights.items()}
+    last = tmp_path / "log/ckpt_000006"
+    torch.testing.assert_close(load_file(last / "model.safetensors"), average)
+    name = "transformer.wte.weight"
+    raw = checkpoint.load_state(last)["optimizer"]["state"][name]["average"]
+    assert torch.equal(raw, weights[name]), "to go on from"
+    done = train(corpus, tmp_path / "no", f"{flags} --init-from {last} --eval-only")
+    [*_, scored] = read_records(tmp_path / "log", "val")
+    assert f"val loss {scored['val_loss']:.4f}" in done.stdout
+    done = train(corpus, tmp_path / "log", f"{flags} --resume auto", expect=1)
+    assert "cannot be resumed with another average_frac 0.5 -> 0.0" in done.stderr
+    later = f"{flags.replace('steps 6', 'steps 7')} --average-frac 0.5 --resume auto"
+    assert "average_frac 0.0 -> 0.5" in train(corpus, tmp_path / "plain", later).stdout
+
+
 def assert_same_bits(path: Path, other: Path) -> dict:
     """Two checkpoints have the same weights, moments and scaler -> the state of the first."""
     assert weights_hash(path) == weights_hash(other)
@@ -544,7 +570,7 @@ def assert_same_bits(path: Path, other: Path) -> dict:
 
 @pytest.mark.parametrize("way, threads", [
     ("", 1), ("--compile", 1), ("--optimizer muon", 1), ("--dtype float16", 1),
-    ("", 2), ("--compile", 2),
+    ("--optimizer muon --average-frac 0.5", 1), ("", 2), ("--compile", 2),
 ])  # fmt: skip
 def test_a_resumed_run_is_the_uninterrupted_run_bit_for_bit(shards, tmp_path, way, threads):
     flags = f"{way} --max-steps 8 --checkpoint-every 4 --val-every 4 --val-tokens 160"
@@ -909,7 +935,7 @@ def test_the_micro_batch_halves_until_it_fits_on_a_gpu(tiny, monkeypatch, proble
     assert order == ["NCCL", 2, "NCCL", 64, 32, 16, 8, 4], "NCCL takes its memory first"
     order.clear()
     parts = estimate_memory(tiny, config, 16, width=4, device="cuda")
-    memory.total_memory = sum(parts.values()) // 1.3 + 1
+    memory.total_memory = sum(parts.values()) // 1.1 + 1
     assert fit_batch_size(tiny, config, gpu, torch.float32) == 4
     assert order == ["NCCL", 16, 8, 4], "what the estimate excludes is not even compiled"
     memory.total_memory = 1

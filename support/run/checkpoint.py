@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 
+from optim import swap_averages
 from support.base.errors import UserError, first_line, writing
 from support.base.files import hash_file, sync
 from support.weights.hf import new_run_from
@@ -34,8 +35,8 @@ COMPARED = re.compile(r".*seed=\d+_[0-9a-f]{8}")  # the directory of a run of co
 STATE = "training_state.pt"
 CHECKSUMS = "checksums.json"
 NEEDED = (STATE, "model.safetensors", "config.json")
-VERSION = 4  # of the training state
-READABLE = (3, VERSION)
+VERSION = 5  # of the training state; older code would take averages for weights
+READABLE = (3, 4, VERSION)
 FULL = state_dict.StateDictOptions(full_state_dict=True, cpu_offload=True)
 SAVES_IN_BACKGROUND = {"cuda"}  # a CPU that trains on would share its cores with the thread
 
@@ -282,6 +283,8 @@ def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> N
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in kept))
     options = state_dict.StateDictOptions(full_state_dict=True)
     state_dict.set_optimizer_state_dict(model, optimizers, padded, options=options)
+    if any("average" in own for own in moments["state"].values()):
+        swap_averages(optimizers)
 
 
 def set_aside(path: Path, state: str) -> None:

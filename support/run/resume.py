@@ -222,6 +222,7 @@ def compare_settings(
         if then[name] != now[name]
     }
     fixed = ["sequence_length", "optimizer"]
+    fixed += [] if now["average_frac"] else ["average_frac"]  # it may begin, but not end
     fixed += [field.name for field in model_fields if "same_math" not in field.metadata]
     refused = [changed[name] for name in fixed if name in changed]
     unknown = set(state["model"]) - {field.name for field in model_fields}
