@@ -95,7 +95,8 @@ def test_the_page_of_benchmarks_has_the_tables_of_the_races_that_the_readme_show
         f"and nanoGPT {bits['nanoGPT, our tokens']}"
     )
     assert quote in " ".join(README.split())
-    assert [row["name"] for row in library] == [row["name"] for row in shakespeare]
+    raced = [row["name"] for row in shakespeare if row["name"] != race.ADAMW]
+    assert [row["name"] for row in library] == raced
     for table in (shakespeare, library):
         assert format_table(table, race.COLUMNS) in PAGE
     log = (ROOT / "benchmarks" / "LOG.md").read_text()
