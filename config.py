@@ -97,7 +97,7 @@ class Recipe:
     min_lr_frac: Annotated[float, Range(0, 1)] = 0.1
     decay: Literal["cosine", "linear", "wsd"] = "cosine"  # wsd: flat, then linear
     decay_frac: Fraction = 0.2  # wsd: the fraction of max_steps in which it decays
-    # what is evaluated and saved: the weights' average over this fraction of the updates so far
+    # what is evaluated and saved: the weights' average, mostly over this last part of the updates
     average_frac: Annotated[float, Range(0, 0.5)] = 0.0  # 0 = the weights themselves
     weight_decay: Amount = 0.1  # of matrices and embeddings
     # muon updates the blocks' matrices, and AdamW the rest

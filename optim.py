@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -236,46 +235,6 @@ def multiply_steps(A: torch.Tensor, polynomials: Sequence[tuple[float, ...]]) ->
     P = multiply_add(A, A, A, beta=b, alpha=c)
     P.diagonal(dim1=-2, dim2=-1).add_(a)
     return multiply_steps(P @ A @ P, others) @ P if others else P
-
-
-# -- the weights' average
-
-
-@torch.no_grad()
-def average_weights(optimizer: Optimizer, *_: Any) -> None:
-    """Moves each weight's average, a part of its state, by its group's `averaging` to the weight.
-
-    A hook of Optimizer.step. With 1 / (f · updates so far), the average is over the last fraction
-    f of the updates, with weights that grow as a power of time (Shamir & Zhang 2013).
-    """
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            if p.grad is not None:
-                own = optimizer.state[p]
-                if "average" not in own:
-                    own["average"] = p.detach().clone()
-                own["average"].lerp_(p, group.get("averaging", 1.0))
-
-
-@torch.no_grad()
-def swap_averages(optimizers: list[Optimizer]) -> None:
-    """Exchanges the weights and their averages, where there are any."""
-    for optimizer in optimizers:
-        for p, own in optimizer.state.items():
-            if "average" in own:
-                average = own["average"].clone()
-                own["average"].copy_(p)
-                p.copy_(average)
-
-
-@contextmanager
-def averaged(optimizers: list[Optimizer]) -> Iterator[None]:
-    """To evaluate and save: inside, the model has the averages, and the optimizers its weights."""
-    swap_averages(optimizers)
-    try:
-        yield
-    finally:
-        swap_averages(optimizers)
 
 
 def clip_gradients(model: nn.Module, largest: float, world: World) -> torch.Tensor:

@@ -18,7 +18,7 @@ import minutes
 from config import Settled, TrainConfig, refuse_other_sizes, settle, wrong_vocabulary
 from evaluate import Evaluations, build_evaluations, show
 from model import GPT, DataLoaderLite, GPTConfig
-from optim import average_weights, averaged, clip_gradients, describe_optimizers
+from optim import clip_gradients, describe_optimizers
 from support.base.console import duration, run_script, say, say_once
 from support.base.errors import UserError, first_line
 from support.machine import device, sharding
@@ -26,6 +26,7 @@ from support.machine.compile import compile_model
 from support.machine.distributed import Interrupted, Stop, World, under_torchrun
 from support.machine.memory import explaining_memory, fit_batch_size, refuse_too_large
 from support.run import checkpoint, divergence, resume
+from support.run.average import average_weights, averaged
 from support.run.checkpoint import Progress, Writer
 from support.run.log import Log
 from support.show import plots, report

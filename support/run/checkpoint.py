@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 
-from optim import swap_averages
 from support.base.errors import UserError, first_line, writing
 from support.base.files import hash_file, sync
+from support.run.average import swap_averages
 from support.weights.hf import new_run_from
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def load_optimizers(model: GPT, optimizers: list[Optimizer], moments: dict) -> N
     optimizers = list(dict.fromkeys(optimizer for optimizer, _ in kept))
     options = state_dict.StateDictOptions(full_state_dict=True)
     state_dict.set_optimizer_state_dict(model, optimizers, padded, options=options)
-    if any("average" in own for own in moments["state"].values()):
+    if any("average" in own for own in moments["state"].values()):  # it was saved exchanged
         swap_averages(optimizers)
 
 
