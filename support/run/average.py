@@ -22,7 +22,7 @@ def average_weights(optimizer: Optimizer, *_: Any) -> None:
             if p.grad is not None:
                 own = optimizer.state[p]
                 if "average" not in own:
-                    own["average"] = p.detach().clone()
+                    own["average"] = p.clone()
                 own["average"].lerp_(p, group.get("averaging", 1.0))
 
 

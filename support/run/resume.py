@@ -222,7 +222,8 @@ def compare_settings(
         if then[name] != now[name]
     }
     fixed = ["sequence_length", "optimizer"]
-    fixed += [] if now["average_frac"] else ["average_frac"]  # it may begin, but not end
+    if not now["average_frac"]:  # averages may begin, but not end
+        fixed.append("average_frac")
     fixed += [field.name for field in model_fields if "same_math" not in field.metadata]
     refused = [changed[name] for name in fixed if name in changed]
     unknown = set(state["model"]) - {field.name for field in model_fields}
