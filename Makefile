@@ -111,7 +111,7 @@ gpu-large:
 	step 240 xl $(TRAIN) --preset gpt2-xl --max-steps 5 --checkpoint-every 0 $(SMALL) --log-dir $$left/xl; \
 	finish
 
-# What a GPU would run, compiled and accounted for without one: see docs/gpu-on-paper.md. It has an
+# What a GPU would run, compiled and accounted for without one: see docs/gpu.md. It has an
 # environment of its own, because `.venv` must stay without triton.
 .venv-paper/requirements: requirements-paper.txt requirements.txt
 	@echo "paper: installing requirements-paper.txt into .venv-paper (a minute or two, about 2 GB)"

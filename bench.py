@@ -94,6 +94,7 @@ class Machine:
             compile=self.compile,
             recompute=self.on_cpu and self.compile,
             keep_memory=self.on_cpu,
+            graphs=self.on_gpu and self.compile and processes == 1 and self.dtype != torch.float16,
         )
         options |= changes
         with torch.device("meta"):
@@ -115,6 +116,7 @@ TECHNIQUES = {  # in the lecture's order, then ours: the option that each change
     "+ loss without all logits": ("own_loss", False),
     "+ cheap activations recomputed": ("recompute", False),
     "+ freed memory kept": ("keep_memory", False),
+    "+ CUDA graphs": ("graphs", False),
 }
 
 
@@ -154,7 +156,7 @@ def compare_peer(m: Machine) -> Iterator[dict]:
     name, theirs = "transformers", "hf"
     if m.config.against == "nanogpt":
         name, theirs = "nanoGPT", str(peers.find_nanogpt(m.config.peer))
-    options: dict = dict(theirs=theirs, keep_memory=False)
+    options: dict = dict(theirs=theirs, keep_memory=False, graphs=False)
     compared = [m.step("this repository"), m.step(f"{name}, eager", **options, compile=False)]
     if m.compile:
         compared.insert(0, m.step(f"{name}, compiled", **options))

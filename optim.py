@@ -137,6 +137,7 @@ class Muon(torch.optim.Muon):
         parts: dict[nn.Parameter, Parts],
     ):
         super().__init__(params, learning_rate, weight_decay, ns_steps=len(POLYNOMIALS))
+        self.param_groups[0]["capturable"] = False  # by a CUDA graph, unless someone asks for it
         self.dtype = dtype
         self.parts = parts
 
@@ -151,10 +152,13 @@ class Muon(torch.optim.Muon):
                 alike = [p for p in params if kinds[p] == kind]
                 stacked = torch.stack([self.direction(p, group["momentum"]) for p in alike])
                 updates = orthogonalize_all(stacked, parts)
+                scale = -0.2 * math.sqrt(longest)  # what torch.optim calls match_rms_adamw
                 for p, update in zip(alike, updates, strict=True):
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    # what torch.optim calls match_rms_adamw
-                    p.add_(update, alpha=-0.2 * math.sqrt(longest) * group["lr"])
+                    if isinstance(group["lr"], torch.Tensor):  # for CUDA graphs
+                        p.addcmul_(update, group["lr"], value=scale)
+                    else:
+                        p.add_(update, alpha=scale * group["lr"])
 
     def direction(self, p: Any, momentum: float) -> torch.Tensor:
         """Nesterov's momentum, in the dtype in which Muon orthogonalizes."""

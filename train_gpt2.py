@@ -6,6 +6,7 @@ python train_gpt2.py --preset quickstart
 
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -21,7 +22,7 @@ from model import GPT, DataLoaderLite, GPTConfig
 from optim import clip_gradients, describe_optimizers
 from support.base.console import duration, run_script, say, say_once
 from support.base.errors import UserError, first_line
-from support.machine import device, sharding
+from support.machine import device, graphs, sharding
 from support.machine.compile import compile_model
 from support.machine.distributed import Interrupted, Stop, World, under_torchrun
 from support.machine.memory import explaining_memory, fit_batch_size, refuse_too_large
@@ -68,41 +69,52 @@ def train_step(
     grad_clip: float,
     averaging: float = 1.0,
     strategy: str = "ddp",  # --sharding
+    run_part: Callable[..., Any] = graphs.run_eagerly,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """One update, by the gradient of the mean loss over all micro-batches and processes.
 
     Returns the loss and the gradient's norm before clipping, scalars on the device, the same on
     every process; and whether a float16 overflow skipped the update, for which the CPU waits.
+    run_part: by CUDA graphs, too, and then the next update overwrites the norm.
     """
+
+    def add_gradients(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with device.autocast(world.device, dtype):
+            _, loss = model(x, y)
+        # micro-batches are equally large: the mean of their means is the mean over the update
+        loss = loss / grad_accum_steps
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    def update_weights() -> tuple[torch.Tensor, bool]:
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        norm = clip_gradients(model, grad_clip, world)
+        # of all optimizers: with each scaler.step() for itself, one might step without the others
+        skipped = scaler.is_enabled() and not norm.isfinite()
+        for optimizer in optimizers:
+            if not skipped:
+                scaler.step(optimizer)
+            optimizer.zero_grad(set_to_none=True)
+        scaler.update()
+        return norm, skipped
+
     model.train()
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
         stop.read_vote()
         x, y = (t.to(world.device, non_blocking=t.is_pinned()) for t in loader.next_batch())
         sharding.sync_gradients(model, strategy, micro_step == grad_accum_steps - 1)
-        with device.autocast(world.device, dtype):
-            _, loss = model(x, y)
-        # micro-batches are equally large: the mean of their means is the mean over the update
-        loss = loss / grad_accum_steps
-        loss_accum += loss.detach()
-        scaler.scale(loss).backward()
+        part = "micro-step" if micro_step else "first micro-step"  # which makes the gradients
+        loss_accum += run_part(part, add_gradients, x, y)
         with stop.noting_problems():
             loader.wait()
         stop.start_vote()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    norm = clip_gradients(model, grad_clip, world)
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        graphs.set_rate(group, "lr", lr * group.get("lr_scale", 1.0))
+        graphs.set_rate(group, "averaging", averaging)
+    norm, skipped = run_part("update", update_weights)
     loss_accum = world.sum(loss_accum) / world.size
-    # of all optimizers: with each scaler.step() for itself, Muon might step while AdamW does not
-    skipped = scaler.is_enabled() and not norm.isfinite()
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = lr * group.get("lr_scale", 1.0)
-            group["averaging"] = averaging
-        if not skipped:
-            scaler.step(optimizer)
-        optimizer.zero_grad(set_to_none=True)
-    scaler.update()
     return loss_accum, norm, skipped
 
 
@@ -123,6 +135,7 @@ class Run:
     optimizers: list[torch.optim.Optimizer]
     scaler: torch.amp.GradScaler
     dtype: torch.dtype
+    run_part: Callable[..., Any]  # of an update
     train_loader: DataLoaderLite
     evaluations: Evaluations
     data_identity: dict[str, Any]  # resume.identify_data's
@@ -177,6 +190,9 @@ def build_run(settled: Settled, args: list[str]) -> Run:
     world.say(f"optimizer: {describe_optimizers(optimizers)}")
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
+    run_part: Callable[..., Any] = graphs.run_eagerly
+    if graphs.suit(config, world, dtype):
+        run_part = graphs.Graphs(optimizers, world.device).run
     with world.fail_together():
         train_loader.wait()
     last_saved = resumed_from.path if resumed_from else None
@@ -192,6 +208,7 @@ def build_run(settled: Settled, args: list[str]) -> Run:
         optimizers=optimizers,
         scaler=scaler,
         dtype=dtype,
+        run_part=run_part,
         train_loader=train_loader,
         evaluations=evaluations,
         data_identity=data_identity,
@@ -393,6 +410,7 @@ def make_update(run: Run, lr: float) -> tuple[float, float, bool]:
         grad_clip=config.grad_clip,
         averaging=1 / max(1, config.average_frac * (progress.step + 1)),
         strategy=config.sharding,
+        run_part=run.run_part,
     )
     progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if skipped else 0
     return loss.item(), norm.item(), skipped  # waits for the device

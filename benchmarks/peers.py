@@ -29,6 +29,7 @@ from support.base.errors import UserError
 from support.machine.compile import compile_blocks
 from support.machine.device import autocast, keep_freed_memory, pick_dtype
 from support.machine.distributed import Stop, World
+from support.machine.graphs import Graphs, run_eagerly
 from support.machine.sharding import wrap
 from support.run.log import read_run
 from support.text.tokenizer import gpt2
@@ -77,6 +78,7 @@ def training(
         model = torch.compile(model, dynamic=False)
     elif on["compile"]:
         compile_blocks(model, on["recompute"])
+    run_part = Graphs([adamw], world.device).run if on["graphs"] else run_eagerly
     step = partial(
         train_step,
         model=wrap(model, world),
@@ -89,6 +91,7 @@ def training(
         dtype=dtype,
         lr=6e-4,
         grad_clip=1.0,
+        run_part=run_part,
     )
 
     # by patching, not by sdpa_kernel, which the compiler's cache does not tell apart

@@ -51,7 +51,7 @@ one() {
     test ! -d .wheels || $PY -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
     { nvidia-smi; nproc; $PY -c 'import torch; print(torch.__version__, torch.backends.cudnn.version())'; } > $left/versions.log 2>&1
     unpack > $left/tokens.log 2>&1 &
-    limit 60 tests $PY -m pytest -q -n 4 -p no:cacheprovider tests/test_cuda.py -k "graph or nothing_recompiles or muon or (bit_for_bit and 1)" || echo 'export GPT2_NO_GRAPH=1' > $left/choice.graph
+    limit 60 tests $PY -m pytest -q -n 4 -p no:cacheprovider tests/test_cuda.py -k "graph or nothing_recompiles or muon or one_gpu or (bit_for_bit and 1)" || echo 'export GPT2_NO_GRAPH=1' > $left/choice.graph
     . $left/choice.graph 2> /dev/null
     limit 75 ab64 $PY tests/ab.py 64 graph: mix0:TORCHINDUCTOR_MIX_ORDER_REDUCTION=0 coord:TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 nanogpt:
     limit 60 ab16 $PY tests/ab.py 16 graph16: eager16:GPT2_NO_GRAPH=1 fast16:TORCHINDUCTOR_USE_FAST_MATH=1 lt16:TORCH_BLAS_PREFER_CUBLASLT=1 nanogpt16:

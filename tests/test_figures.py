@@ -171,7 +171,7 @@ def test_a_page_shows_each_record_of_bench(name):
     page, record = PAGE, read_json(name)
     quotes = [f"{record['peak'][0] / 1e12:.2f} TFLOP/s, revision {record['git']}"]
     if record["device"]["type"] == "cuda":
-        page = (ROOT / "docs" / "gpu-on-paper.md").read_text()
+        page = (ROOT / "docs" / "gpu.md").read_text()
     else:
         quotes = [f"`{record['command']}`, {quotes[0]}"]
     for benchmark, found in record["benchmarks"].items():

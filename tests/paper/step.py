@@ -5,6 +5,8 @@ for the GPU. A dispatch mode sees each operation, and a stand-in each launch of 
 """
 
 import json
+import math
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -29,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 import hellaswag
 from config import TrainConfig, parse_command_line
 from model import GPT, GPTConfig
-from support.machine import sharding
+from support.machine import graphs, sharding
 from support.machine.compile import compile_model
 from support.machine.device import autocast, evaluation_mode, prepare_device
 from support.machine.distributed import Stop, World, start_world
@@ -145,10 +147,22 @@ class StandIn:
 
     def __init__(self, name: str, source: str, device_str: str):
         self.name = name
+        self.gathers = find_gathers(source)
         SOURCES[name] = source
 
     def run(self, *args: Any, **_options: Any) -> None:
-        LEDGER.launch(self.name, tensors_of(args))
+        read = math.prod(x for x in args if isinstance(x, int))  # elements of the kernel
+        sizes = {id(x): x.nbytes for x in tensors_of(args)}
+        sizes |= {id(args[i]): read * args[i].itemsize for i in self.gathers}
+        LEDGER.account.launches.append((self.name, sum(sizes.values()), 0))
+
+
+def find_gathers(source: str) -> list[int]:
+    """Of a kernel's arguments, those of which it reads only what indices say."""
+    [listed] = re.findall(r"def triton_\w+\((.*?)\)", source) or [""]
+    names = [name for name in listed.split(", ") if "ptr" in name]
+    loads = [re.findall(rf"tl\.load\({name} \+ \((.*?)\)", source) for name in names]
+    return [i for i, at in enumerate(loads) if at and all("tmp" in index for index in at)]
 
 
 def refuse_cpu(*_args: Any, **_options: Any) -> None:
@@ -198,6 +212,9 @@ def build(config: TrainConfig, world: World) -> dict[str, Callable[[], Any]]:
     targets = torch.zeros(hellaswag.GPU_TOKENS // 2, 4, dtype=torch.int64)
     parts = dict(model=trained, optimizers=optimizers, scaler=scaler, loader=loader, world=world)
     parts |= dict(stop=Stop(world), dtype=dtype, strategy=config.sharding)
+    if graphs.suit(config, world, dtype):  # which need tensors for rates; nothing is recorded
+        os.environ["GPT2_NO_GRAPH"] = "1"
+        parts["run_part"] = graphs.Graphs(optimizers, world.device).run
     update = partial(train_step, **parts, lr=1e-3, grad_clip=config.grad_clip)
 
     def validate() -> None:
