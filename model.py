@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from optim import OPTIMIZERS
 from support.base.console import say_once
 from support.base.errors import UserError
+from support.machine import loss_kernel
 from support.text.token_files import Data, OpenFile, Shard, open_data
 from support.text.tokenizer import VOCAB_SIZE, Tokenizer, gpt2
 from support.weights import generation, hf
@@ -164,16 +165,24 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_chunks = x.to(matmul_dtype).split(chunk)
         for x_chunk, y in zip(x_chunks, y_chunks, strict=True):
             counted = y >= 0  # (rows, 1)
-            logits = (x_chunk @ w.t()).to(sum_dtype)
-            if vocab_size < len(weight):  # the padding: probability and gradient zero
-                logits.masked_fill_(token_ids >= vocab_size, -torch.inf)
-            lse = logits.logsumexp(-1, keepdim=True)
-            correct = logits.gather(1, y.clamp(min=0).long())
-            loss_sum += torch.where(counted, lse - correct, 0).sum()
-            if with_grad:
+            logits = x_chunk @ w.t()
+            if loss_kernel.is_used(device):  # what follows, in one kernel
+                dlogits = logits
+                losses = loss_kernel.row_losses(logits, y[:, 0], vocab_size, with_grad)
+            else:
+                logits = logits.to(sum_dtype)
+                if vocab_size < len(weight):  # the padding: probability and gradient zero
+                    logits.masked_fill_(token_ids >= vocab_size, -torch.inf)
+                lse = logits.logsumexp(-1, keepdim=True)
+                correct = logits.gather(1, y.clamp(min=0).long())
+                losses = torch.where(counted, lse - correct, 0)
                 # p - t, in the memory of the logits. Dividing by n here would turn small values
                 # into zeros in float16.
-                dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1).to(matmul_dtype)
+                if with_grad:
+                    dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1)
+                    dlogits = dlogits.to(matmul_dtype)
+            loss_sum += losses.sum()
+            if with_grad:
                 dx.append(dlogits @ w * counted)
                 dw += dlogits.t() @ (x_chunk * counted * scale)
         n = (targets >= 0).sum()
