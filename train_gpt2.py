@@ -191,7 +191,7 @@ def build_run(settled: Settled, args: list[str]) -> Run:
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     progress = resume.restore(config, resumed_from, model, optimizers, scaler, train_loader)
     run_part: Callable[..., Any] = graphs.run_eagerly
-    if graphs.suit(config, world, dtype):
+    if graphs.can_record(config, world, dtype):
         run_part = graphs.Graphs(optimizers, world.device).run
     with world.fail_together():
         train_loader.wait()

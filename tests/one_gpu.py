@@ -2,7 +2,6 @@
 
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 
 import train_gpt2
@@ -13,16 +12,13 @@ claim_device, join = distributed.claim_device, dist.init_process_group
 
 
 def main(args: list[str]) -> None:
-    both = dict(limit_nccl=lambda *_: None)
+    unlimited = dict(limit_nccl=lambda *_: None)
+    first = dict(claim_device=lambda name, _rank, _size: claim_device(name, 0, 1))
     own: dict = dict(device_id=None)
-    first = dict(claim_device=lambda name, _rank, local_size: claim_device(name, 0, local_size))
     with (
-        patch.object(torch.cuda, "device_count", lambda: 2),
-        patch.object(
-            dist, "init_process_group", lambda _backend, **how: join("gloo", **(how | own))
-        ),
-        patch.multiple(distributed, **first, **both),
-        patch.multiple(sharding, **both),
+        patch.object(dist, "init_process_group", lambda _nccl, **how: join("gloo", **(how | own))),
+        patch.multiple(distributed, **first, **unlimited),
+        patch.multiple(sharding, **unlimited),
     ):
         train_gpt2.main(args)
 

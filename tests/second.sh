@@ -51,9 +51,9 @@ one() {
     test ! -d .wheels || $PY -m pip install -q --no-index --no-deps --upgrade --target .wheels/installed .wheels/*.whl
     { nvidia-smi; nproc; $PY -c 'import torch; print(torch.__version__, torch.backends.cudnn.version())'; } > $left/versions.log 2>&1
     unpack > $left/tokens.log 2>&1 &
-    limit 60 tests $PY -m pytest -q -n 4 -p no:cacheprovider tests/test_cuda.py -k "graph or nothing_recompiles or muon or one_gpu or (bit_for_bit and 1)" || echo 'export GPT2_NO_GRAPH=1' > $left/choice.graph
+    limit 60 tests $PY -m pytest -q -n 4 -p no:cacheprovider tests/test_cuda.py -k "graph or nothing_recompiles or muon or (bit_for_bit and 1)" || echo 'export GPT2_NO_GRAPH=1' > $left/choice.graph
     . $left/choice.graph 2> /dev/null
-    limit 75 ab64 $PY tests/ab.py 64 graph: mix0:TORCHINDUCTOR_MIX_ORDER_REDUCTION=0 coord:TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 nanogpt:
+    limit 75 ab64 $PY tests/ab.py 64 graph: mix0:TORCHINDUCTOR_MIX_ORDER_REDUCTION=0 coord:TORCHINDUCTOR_COORDINATE_DESCENT_TUNING=1 kernel:GPT2_LOSS_KERNEL=1 nanogpt:
     limit 60 ab16 $PY tests/ab.py 16 graph16: eager16:GPT2_NO_GRAPH=1 fast16:TORCHINDUCTOR_USE_FAST_MATH=1 lt16:TORCH_BLAS_PREFER_CUBLASLT=1 nanogpt16:
     . $left/choice-64 2> /dev/null
     limit 30 kernels64 $PY tests/profile_step.py --batch-size 64 $bench
@@ -61,6 +61,7 @@ one() {
     wait
     tail -n 3 $left/tokens.log
     limit 25 small $PY train_gpt2.py --data-dir data/books --log-dir $left/small --n-layer 4 --n-head 6 --n-embd 384 --sequence-length 512 --total-batch-size 4096 --optimizer muon --max-steps 300 --val-every 0 --sample-every 0 --checkpoint-every 0 $quiet $small
+    limit 40 one_gpu $PY -m pytest -q -n 3 -p no:cacheprovider tests/test_cuda.py -k one_gpu
     archive one
 }
 

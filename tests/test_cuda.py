@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
-from optim import Parts, orthogonalize_share
+from optim import orthogonalize_share
+from support.machine import loss_kernel
 from support.machine.compile import compile_blocks
 from support.machine.device import autocast
 from support.machine.distributed import Stop, World, start_world
@@ -58,6 +59,7 @@ def attention(kernel: SDPBackend | None):
 def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend | None) -> tuple[float, list]:
     """The loss and the gradients of one forward and backward pass."""
     tokens = random_tokens(B, T + 1)
+    tokens[0, -1] = -1  # no target
     with attention(kernel), autocast(GPU, dtype):
         _, loss = model(tokens[:, :-1], tokens[:, 1:])
     scale = 2.0**14  # the gradients of the logits would vanish in float16
@@ -65,11 +67,14 @@ def take_gradients(model: GPT, dtype: torch.dtype, kernel: SDPBackend | None) ->
     return loss.item(), [p.grad / scale for p in model.parameters()]
 
 
-@pytest.mark.parametrize("kernel", [None, SDPBackend.FLASH_ATTENTION])
+@pytest.mark.parametrize("kernel, of_loss", [
+    (None, False), (SDPBackend.FLASH_ATTENTION, False), (None, True)
+])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(
-    dtype, kernel, monkeypatch
+    dtype, kernel, of_loss, monkeypatch
 ):
+    """of_loss: whether the loss takes its Triton kernel."""
     needs_ampere = dtype == torch.bfloat16 or kernel is not None
     if needs_ampere and torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("this GPU has no bfloat16 and no flash attention")
@@ -77,6 +82,7 @@ def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(
     # the compiler's cache does not tell the contexts of two kernels apart
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     loss, gradients = take_gradients(make_model(), torch.float32, SDPBackend.MATH)
+    monkeypatch.setattr(loss_kernel, "ASKED", of_loss)
     model = make_model()
     compile_blocks(model, recompute=False)
     loss16, gradients16 = take_gradients(model, dtype, kernel)
@@ -156,7 +162,7 @@ def test_two_processes_on_one_gpu_train_as_one_does(shards, tmp_path, sharding):
 @pytest.mark.parametrize("shape", [(3, 128, 384), (5, 256, 64), (1, 64, 64)], ids=str)
 def test_muon_orthogonalizes_many_matrices_at_once_as_a_cpu_does_one_after_another(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    for parts in (Parts(), Parts(n_matrices=shape[1] // 32, n_doubled=1)):
+    for parts in (1, shape[1] // 32):
         exact = orthogonalize_share(matrices.clone(), parts)
         for dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 0.05)):
             x = orthogonalize_share(matrices.to(GPU, dtype), parts).float().cpu()

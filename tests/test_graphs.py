@@ -186,7 +186,7 @@ def test_an_option_that_changes_ends_the_replays(optimizer, monkeypatch, capsys)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_run_with_graphs_resumes_bit_for_bit(optimizer, shards, tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(graphs, "suit", lambda *_: True)
+    monkeypatch.setattr(graphs, "can_record", lambda *_: True)
     monkeypatch.setattr(graphs, "Graphs", lambda *args: made.append(OnCpu(*args)) or made[-1])
     flags = [*TINY, "--data-dir", str(shards), "--optimizer", optimizer]
     flags += ["--average-frac", "0.2", "--checkpoint-every", "4"]

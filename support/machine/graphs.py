@@ -5,6 +5,7 @@ A small model's update has hundreds of launches, which take the CPU longer than 
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from functools import cached_property
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 UNRECORDED = 2
 
 
-def suit(config: TrainConfig, world: World, dtype: torch.dtype) -> bool:
+def can_record(config: TrainConfig, world: World, dtype: torch.dtype) -> bool:
     """Whether a run's updates can be recorded: Python decides nothing in them.
 
     float16 asks whether a gradient overflowed, and several processes wait for each other. Where
@@ -54,6 +55,8 @@ def run_eagerly(_part: str, work: Callable[..., Any], *inputs: Tensor) -> Any:
 class Graphs:
     """Runs the parts of an update. From the third update on, a GPU replays what they launched.
 
+    A part is the same work each time, and an update has the same parts in the same order. So the
+    micro-step that makes the gradients is another part than those that add to them.
     The kernels stay the same, and so do the bits. But a graph keeps each number that Python passed
     to a launch. So the optimizers' rates become tensors, which `set_rate` fills. An optimizer is
     recorded if its groups have PyTorch's option "capturable": it counts nothing in Python.
@@ -62,31 +65,37 @@ class Graphs:
     def __init__(self, optimizers: list[Optimizer], device: torch.device):
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         self.params = [p for group in groups for p in group["params"]]
-        self.eager = set() if all("capturable" in group for group in groups) else {"update"}
-        self.recorded_groups = [] if self.eager else groups
-        for group in self.recorded_groups:
+        capturable = all("capturable" in group for group in groups)
+        self.unrecordable = set() if capturable else {"update"}
+        self.recordable_groups = groups if capturable else []
+        for group in self.recordable_groups:
             group["capturable"] = True
             for name in ("lr", "averaging"):
                 group[name] = torch.full((), float(group.get(name, 1.0)), device=device)
         self.device = device
-        self.off = bool(os.environ.get("GPT2_NO_GRAPH"))  # to compare
-        self.first = ""  # the part that begins an update
+        self.off = os.environ.get("GPT2_NO_GRAPH") == "1"  # to compare
+        self.first_part = ""  # of an update
         self.updates = 0  # that have begun
         self.recordings: dict[str, Recording] = {}
 
     def run(self, part: str, work: Callable[..., Any], *inputs: Tensor) -> Any:
         """work(*inputs), whose output is to be read before this part runs again."""
-        self.first = self.first or part
-        self.updates += part == self.first
-        if self.updates > UNRECORDED and part not in self.eager and not self.off:
+        self.first_part = self.first_part or part
+        self.updates += part == self.first_part
+        if self.updates > UNRECORDED and part not in self.unrecordable and not self.off:
             try:
                 if part not in self.recordings:
                     self.recordings[part] = self.record(work, inputs)
-                return self.replay(self.recordings[part], inputs)
+                if self.options() != self.recordings[part].options:
+                    raise RuntimeError("an option of an optimizer changed, which is no rate")
             except RuntimeError as error:
                 say(f"without CUDA graphs from now on; {part}: {first_line(error)}")
                 self.off = True
-        return work(*inputs) if self.off else self.warm_up(work, inputs)
+                self.recordings.clear()  # they keep memory
+        if self.off:
+            return work(*inputs)
+        recording = self.recordings.get(part)
+        return self.replay(recording, inputs) if recording else self.warm_up(work, inputs)
 
     def record(self, work: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Recording:
         before = [p.grad for p in self.params]
@@ -99,8 +108,6 @@ class Graphs:
         return Recording(replay, inputs, output, grads, self.options())
 
     def replay(self, recording: Recording, inputs: tuple[Tensor, ...]) -> Any:
-        if self.options() != recording.options:
-            raise RuntimeError("an option of an optimizer changed, which is no rate")
         for own, given in zip(recording.inputs, inputs, strict=True):
             own.copy_(given)
         recording.replay()
@@ -111,7 +118,7 @@ class Graphs:
         """What Python passes to the optimizers' launches."""
         return [
             {name: x for name, x in group.items() if name != "params" and not torch.is_tensor(x)}
-            for group in self.recorded_groups
+            for group in self.recordable_groups
         ]
 
     def set_grads(self, grads: list[Tensor | None]) -> None:
@@ -144,8 +151,12 @@ class Graphs:
         if 2 * (most := torch.cuda.max_memory_allocated(self.device)) > total:
             # graphs keep what a micro-step takes, and evaluations need as much again
             raise RuntimeError(f"updates take {most:,} bytes, more than half of the GPU's")
+        gc.collect()  # what is left of an earlier backward pass may belong to another stream
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
+        with (
+            torch.cuda.stream(torch.cuda.current_stream(self.device)),  # again after an error, too
+            torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"),
+        ):
             output = work()
         return graph.replay, output
 

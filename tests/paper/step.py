@@ -212,7 +212,7 @@ def build(config: TrainConfig, world: World) -> dict[str, Callable[[], Any]]:
     targets = torch.zeros(hellaswag.GPU_TOKENS // 2, 4, dtype=torch.int64)
     parts = dict(model=trained, optimizers=optimizers, scaler=scaler, loader=loader, world=world)
     parts |= dict(stop=Stop(world), dtype=dtype, strategy=config.sharding)
-    if graphs.suit(config, world, dtype):  # which need tensors for rates; nothing is recorded
+    if graphs.can_record(config, world, dtype):  # which need tensors for rates; nothing is recorded
         os.environ["GPT2_NO_GRAPH"] = "1"
         parts["run_part"] = graphs.Graphs(optimizers, world.device).run
     update = partial(train_step, **parts, lr=1e-3, grad_clip=config.grad_clip)
