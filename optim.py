@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,9 +50,10 @@ def muon(
     inside = {p: name for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
     matrices = [p for p in trained if p in inside]
     others = [p for p in trained if p not in inside]
-    heads = model.config.n_head
+    # c_attn holds the heads' queries, then keys, then values. Orthogonalized as one matrix, queries
+    # and keys move a third as far as values. One of another layout stays one matrix.
     parts = {
-        p: Parts(n_matrices=3 * heads, n_doubled=2 * heads)
+        p: 3 * model.config.n_head
         for p in matrices
         if inside[p].endswith("attn.c_attn.weight") and len(p) == 3 * model.config.n_embd
     }
@@ -110,22 +111,10 @@ def describe_optimizers(optimizers: list[Optimizer]) -> str:
 POLYNOMIALS = [(7.862, -21.672, 15.306), (3.57, -2.568, 0.4863), (2.668, -1.983, 0.4533)]
 
 
-class Parts(NamedTuple):
-    """The matrices that a parameter holds, one above the other.
-
-    c_attn holds those of all heads' queries, then keys, then values. Orthogonalized as one matrix,
-    queries and keys move a third as far as values. Apart they move as far, but twice as far is
-    better (benchmarks/LOG.md). A c_attn of another layout stays one matrix.
-    """
-
-    n_matrices: int = 1
-    n_doubled: int = 0  # of them, the first ones, whose update is doubled
-
-
 class Muon(torch.optim.Muon):
     """PyTorch's Muon, but each process orthogonalizes only its share of the matrices.
 
-    parts: those of parameters that hold several matrices.
+    parts: how many matrices a parameter holds, one above the other, if not one.
     """
 
     def __init__(
@@ -134,7 +123,7 @@ class Muon(torch.optim.Muon):
         learning_rate: float,
         weight_decay: float,
         dtype: torch.dtype,
-        parts: dict[nn.Parameter, Parts],
+        parts: dict[nn.Parameter, int],
     ):
         super().__init__(params, learning_rate, weight_decay, ns_steps=len(POLYNOMIALS))
         self.param_groups[0]["capturable"] = False  # by a CUDA graph, unless someone asks for it
@@ -145,10 +134,10 @@ class Muon(torch.optim.Muon):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            kinds = {p: (p.shape, self.parts.get(p, Parts())) for p in params}
+            kinds = {p: (p.shape, self.parts.get(p, 1)) for p in params}
             for kind in dict.fromkeys(kinds.values()):
                 (rows, columns), parts = kind
-                longest = max(rows // parts.n_matrices, columns)
+                longest = max(rows // parts, columns)
                 alike = [p for p in params if kinds[p] == kind]
                 stacked = torch.stack([self.direction(p, group["momentum"]) for p in alike])
                 updates = orthogonalize_all(stacked, parts)
@@ -172,7 +161,7 @@ class Muon(torch.optim.Muon):
 mesh_of = lru_cache(maxsize=1)(DeviceMesh.from_group)  # it takes a millisecond
 
 
-def orthogonalize_all(stacked: Any, parts: Parts) -> torch.Tensor:
+def orthogonalize_all(stacked: Any, parts: int) -> torch.Tensor:
     """Orthogonalizes parameters (n, rows, columns), each on one process; shards them as before.
 
     Products of sharded matrices would need a collective in each iteration, and round differently.
@@ -190,14 +179,14 @@ def orthogonalize_all(stacked: Any, parts: Parts) -> torch.Tensor:
     return updates.to_local() if is_whole else updates
 
 
-def orthogonalize_share(stacked: torch.Tensor, parts: Parts) -> torch.Tensor:
+def orthogonalize_share(stacked: torch.Tensor, parts: int) -> torch.Tensor:
     """Orthogonalizes parameters (n, rows, columns) in place, each as its matrices.
 
     A GPU takes up to 64M numbers at once, because launching the products of a small matrix takes
     longer than computing them. Together they may round differently, so a CPU, where any number of
     processes promises the same bits, takes one parameter after another.
     """
-    several = stacked.unflatten(1, (parts.n_matrices, -1))  # (n, matrices in each, rows, columns)
+    several = stacked.unflatten(1, (parts, -1))  # (n, matrices in each, rows, columns)
     at_once = 1
     if stacked.device.type == "cuda":
         at_once = max(1, 2**26 // math.prod(stacked.shape[1:]))
@@ -205,7 +194,6 @@ def orthogonalize_share(stacked: torch.Tensor, parts: Parts) -> torch.Tensor:
         # one alone has two dimensions: in 16 bits, a CPU's mm is twice as fast as its bmm
         matrices = some.flatten(0, 1).squeeze(0)
         some.copy_(orthogonalize(matrices).view_as(some))
-    several[:, : parts.n_doubled] *= 2
     return stacked
 
 
