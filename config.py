@@ -228,6 +228,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # what a preset changes
         weight_decay=0.8,  # the text is read five times
         optimizer="muon",
         embedding_lr=4.0,
+        average_frac=0.08,
         val_every=160,
         val_tokens=49408,  # all of the text that is held out
         hellaswag_every=0,  # it needs a network, and a model of plays only guesses
