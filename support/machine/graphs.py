@@ -57,6 +57,7 @@ class Graphs:
 
     A part is the same work each time, and an update has the same parts in the same order. So the
     micro-step that makes the gradients is another part than those that add to them.
+
     The kernels stay the same, and so do the bits. But a graph keeps each number that Python passed
     to a launch. So the optimizers' rates become tensors, which `set_rate` fills. An optimizer is
     recorded if its groups have PyTorch's option "capturable": it counts nothing in Python.
@@ -137,7 +138,7 @@ class Graphs:
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[..., Any], inputs: tuple[Tensor, ...]) -> Any:
-        """work(*inputs)"""
+        """work(*inputs), which is not recorded."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
