@@ -27,14 +27,14 @@ UNRECORDED = 2
 
 
 def can_record(config: TrainConfig, world: World, dtype: torch.dtype) -> bool:
-    """Whether a run's updates can be recorded: Python decides nothing in them.
+    """Whether a run's updates can be recorded: only where Python decides nothing in them.
 
-    float16 asks whether a gradient overflowed, and several processes wait for each other. Where
-    activations must be recomputed, there is no memory for graphs, nor any need.
+    In float16 it skips an update that overflowed. Several processes wait for each other. Where
+    activations are recomputed, memory is short, and kernels are longer than their launches.
     """
+    alone = world.device.type == "cuda" and world.size == 1
     compiled = config.compile and not config.find_nan
-    small = dtype != torch.float16 and not config.activation_checkpointing
-    return world.device.type == "cuda" and world.size == 1 and compiled and small
+    return alone and compiled and dtype != torch.float16 and not config.activation_checkpointing
 
 
 class Recording(NamedTuple):
@@ -80,7 +80,7 @@ class Graphs:
         self.recordings: dict[str, Recording] = {}
 
     def run(self, part: str, work: Callable[..., Any], *inputs: Tensor) -> Any:
-        """work(*inputs), whose output is to be read before this part runs again."""
+        """work(*inputs). The part's next run overwrites the output."""
         self.first_part = self.first_part or part
         self.updates += part == self.first_part
         if self.updates > UNRECORDED and part not in self.unrecordable and not self.off:
@@ -88,7 +88,7 @@ class Graphs:
                 if part not in self.recordings:
                     self.recordings[part] = self.record(work, inputs)
                 if self.options() != self.recordings[part].options:
-                    raise RuntimeError("an option of an optimizer changed, which is no rate")
+                    raise RuntimeError("an optimizer's option, other than its rates, changed")
             except RuntimeError as error:
                 say(f"without CUDA graphs from now on; {part}: {first_line(error)}")
                 self.off = True
