@@ -165,12 +165,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_chunks = x.to(matmul_dtype).split(chunk)
         for x_chunk, y in zip(x_chunks, y_chunks, strict=True):
             counted = y >= 0  # (rows, 1)
-            logits = x_chunk @ w.t()
-            if loss_kernel.is_used(device):  # what follows, in one kernel
-                dlogits = logits
-                losses = loss_kernel.row_losses(logits, y[:, 0], vocab_size, with_grad)
+            if loss_kernel.is_used(device):  # the other branch in one kernel
+                dlogits = x_chunk @ w.t()
+                losses = loss_kernel.row_losses(dlogits, y[:, 0], vocab_size, with_grad)
             else:
-                logits = logits.to(sum_dtype)
+                logits = (x_chunk @ w.t()).to(sum_dtype)
                 if vocab_size < len(weight):  # the padding: probability and gradient zero
                     logits.masked_fill_(token_ids >= vocab_size, -torch.inf)
                 lse = logits.logsumexp(-1, keepdim=True)
@@ -179,8 +178,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 # p - t, in the memory of the logits. Dividing by n here would turn small values
                 # into zeros in float16.
                 if with_grad:
-                    dlogits = logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1)
-                    dlogits = dlogits.to(matmul_dtype)
+                    logits.sub_(lse).exp_().add_(token_ids == y, alpha=-1)
+                    dlogits = logits.to(matmul_dtype)
             loss_sum += losses.sum()
             if with_grad:
                 dx.append(dlogits @ w * counted)
