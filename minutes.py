@@ -240,9 +240,9 @@ def fit_schedule(settled: Settled, began: float, build: Callable, make_update: C
 def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict[str, tuple]]:
     """Seconds of an update; of each evaluation, and how often it is due. It spoils the run.
 
-    until: when it ends, by the clock, though not before the second update.
+    until: when it ends, by the clock, though not before an update that is like those to come.
     """
-    from support.machine.graphs import UNRECORDED
+    from support.machine.graphs import UNRECORDED, run_eagerly
     from support.machine.sharding import unsharded
 
     evaluations = {}
@@ -255,7 +255,7 @@ def rehearse(run: Any, make_update: Callable, until: float) -> tuple[float, dict
                 seconds = times.get(name, 1) * (time.perf_counter() - start)
                 evaluations[name] = (seconds, every)  # of the second time: the first compiles
     updates = []
-    first = 1 if run.world.device.type == "cpu" else 1 + UNRECORDED  # which is like the others
+    first = 1 if run.run_part is run_eagerly else 1 + UNRECORDED  # which is like those to come
     for n in range(first + MOST_REHEARSED):
         start = time.perf_counter()
         make_update(run, 0.0)

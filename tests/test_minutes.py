@@ -35,6 +35,7 @@ from model import DataLoaderLite
 from support.base.errors import UserError
 from support.base.process import as_typed
 from support.machine.distributed import Stop, World
+from support.machine.graphs import run_eagerly
 from support.text import token_files
 from support.text.names import TOKENIZER_FILE
 from support.text.token_files import open_data
@@ -289,7 +290,7 @@ def test_a_rehearsal_times_what_is_compiled_already_and_ends_in_time():
     run = SimpleNamespace(evaluations=SimpleNamespace(shortened=lambda: (short, {"val": 3})))
     run.world = World(torch.device("cpu"))
     run.model, run.config = torch.nn.Linear(1, 1), SimpleNamespace(sharding="ddp")
-    run.stop = SimpleNamespace(read_vote=lambda: None)
+    run.stop, run.run_part = SimpleNamespace(read_vote=lambda: None), run_eagerly
     rates = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", lambda: next(seconds))
