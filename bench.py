@@ -73,6 +73,7 @@ class Machine:
         self.size = GPT2_SIZES.get(config.model, dict(n_layer=2, n_head=2, n_embd=64))  # or tiny
         self.dtype, self.why = pick_dtype(self.device, config.dtype)  # as in training
         self.compile = config.compile and not why_not_compile(self.device)
+        self.records = self.on_gpu and self.compile and self.dtype != torch.float16  # CUDA graphs
         torch.set_float32_matmul_precision("high")  # as in training
         self.peak, self.peak_source = peak_flops(self.device, self.dtype)
 
@@ -80,7 +81,11 @@ class Machine:
         return measure(compared, self.device.type, self.config.rounds, chain)
 
     def step(self, name: str, processes: int = 1, **changes: Any) -> Side:
-        """The step as training takes it here, with changes of the options of `training`."""
+        """The step as training takes it here, with changes of the options of `training`.
+
+        A peer's model goes without what its own loop lacks.
+        """
+        ours = not changes.get("theirs")
         options: dict = dict(
             B=self.config.batch_size,
             T=self.config.sequence_length,
@@ -93,8 +98,8 @@ class Machine:
             fused=self.on_cpu or self.on_gpu,
             compile=self.compile,
             recompute=self.on_cpu and self.compile,
-            keep_memory=self.on_cpu,
-            graphs=self.on_gpu and self.compile and processes == 1 and self.dtype != torch.float16,
+            keep_memory=self.on_cpu and ours,
+            graphs=ours and self.records and processes == 1,
         )
         options |= changes
         with torch.device("meta"):
@@ -156,10 +161,9 @@ def compare_peer(m: Machine) -> Iterator[dict]:
     name, theirs = "transformers", "hf"
     if m.config.against == "nanogpt":
         name, theirs = "nanoGPT", str(peers.find_nanogpt(m.config.peer))
-    options: dict = dict(theirs=theirs, keep_memory=False, graphs=False)
-    compared = [m.step("this repository"), m.step(f"{name}, eager", **options, compile=False)]
+    compared = [m.step("this repository"), m.step(f"{name}, eager", theirs=theirs, compile=False)]
     if m.compile:
-        compared.insert(0, m.step(f"{name}, compiled", **options))
+        compared.insert(0, m.step(f"{name}, compiled", theirs=theirs))
     return m.measure(compared)
 
 

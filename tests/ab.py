@@ -33,9 +33,7 @@ def take_turns(name: str, B: int) -> None:
     machine = Machine(BenchConfig(batch_size=B, **(SMALL if os.environ.get("CPU") else {})))
     theirs = {}
     if name.startswith("nanogpt"):
-        theirs = dict(
-            theirs=str(peers.find_nanogpt("data/nanoGPT")), keep_memory=False, graphs=False
-        )
+        theirs = dict(theirs=str(peers.find_nanogpt("data/nanoGPT")))
     with start_world(machine.config.device) as world:
         synchronize = torch.get_device_module(world.device).synchronize
         torch.manual_seed(0)
