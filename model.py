@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from optim import OPTIMIZERS
 from support.base.console import say_once
 from support.base.errors import UserError
-from support.machine import loss_kernel
 from support.text.token_files import Data, OpenFile, Shard, open_data
 from support.text.tokenizer import VOCAB_SIZE, Tokenizer, gpt2
 from support.weights import generation, hf
@@ -145,10 +144,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         vocab_size: int,
         chunk: int,
         with_grad: bool,
+        kernel: Any = None,
     ) -> Tensor:
         """x (N, C), weight (padded V, C), targets (N,) where -1 is ignored -> a scalar.
 
-        chunk: how many rows of logits it computes at a time.
+        chunk: how many rows of logits it computes at a time. kernel: loss_kernel's, or None.
         """
         device = x.device
         autocast = torch.is_autocast_enabled(device.type)
@@ -165,9 +165,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         x_chunks = x.to(matmul_dtype).split(chunk)
         for x_chunk, y in zip(x_chunks, y_chunks, strict=True):
             counted = y >= 0  # (rows, 1)
-            if loss_kernel.is_used(device):  # the other branch in one kernel
+            if kernel:  # the other branch in one
                 dlogits = x_chunk @ w.t()
-                losses = loss_kernel.row_losses(dlogits, y[:, 0], vocab_size, with_grad)
+                losses = kernel(dlogits, y[:, 0], vocab_size, with_grad)
             else:
                 logits = (x_chunk @ w.t()).to(sum_dtype)
                 if vocab_size < len(weight):  # the padding: probability and gradient zero
@@ -193,7 +193,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dx, dw, n, n_scaled = ctx.saved_tensors
-        return dx.to(ctx.dtype) * (grad / n), dw * (grad / n_scaled), None, None, None, None
+        return dx.to(ctx.dtype) * (grad / n), dw * (grad / n_scaled), *5 * (None,)
 
 
 def keep_in_range(dtype: torch.dtype, rows: int, x: Tensor) -> Tensor | int:
@@ -229,6 +229,7 @@ class GPT(nn.Module):
             )
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.one_token_step: Any = generation.step_of_one_token  # compile_step compiles it
+        self.loss_kernel: Any = None  # compile_blocks may choose one
         self.allocate(torch.get_default_device())
         self.init_weights()
 
@@ -316,6 +317,7 @@ class GPT(nn.Module):
             self.config.vocab_size,
             self.loss_rows(x.device.type),
             torch.is_grad_enabled(),
+            self.loss_kernel,
         )
 
     def flops_per_token(self, T: int) -> int:

@@ -22,7 +22,6 @@ import hellaswag
 from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import orthogonalize_share
-from support.machine import loss_kernel
 from support.machine.compile import compile_blocks
 from support.machine.device import autocast
 from support.machine.distributed import Stop, World, start_world
@@ -82,7 +81,7 @@ def test_the_compiled_step_in_16_bits_is_the_plain_one_in_float32_to_rounding(
     # the compiler's cache does not tell the contexts of two kernels apart
     monkeypatch.setattr("torch._inductor.config.force_disable_caches", True)
     loss, gradients = take_gradients(make_model(), torch.float32, SDPBackend.MATH)
-    monkeypatch.setattr(loss_kernel, "ASKED", of_loss)
+    monkeypatch.setenv("GPT2_LOSS_KERNEL", str(int(of_loss)))
     model = make_model()
     compile_blocks(model, recompute=False)
     loss16, gradients16 = take_gradients(model, dtype, kernel)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,10 @@ def compile_blocks(model: GPT, recompute: bool) -> None:
     torch._dynamo.config.optimize_ddp = False  # it would split blocks, but only those inside DDP
     for block in model.transformer.h:
         block.forward = torch.compile(block.forward, dynamic=False)
+    if os.environ.get("GPT2_LOSS_KERNEL") == "1" and model.lm_head.weight.is_cuda:
+        from support.machine.loss_kernel import row_losses
+
+        model.loss_kernel = row_losses
     model.loss = torch.compile(model.loss, dynamic=False)  # type: ignore[method-assign]
 
 
