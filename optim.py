@@ -126,7 +126,7 @@ class Muon(torch.optim.Muon):
         parts: dict[nn.Parameter, int],
     ):
         super().__init__(params, learning_rate, weight_decay, ns_steps=len(POLYNOMIALS))
-        self.param_groups[0]["capturable"] = False  # by a CUDA graph, unless someone asks for it
+        self.param_groups[0]["capturable"] = False  # as AdamW's: a CUDA graph may record `step`
         self.dtype = dtype
         self.parts = parts
 

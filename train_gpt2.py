@@ -86,19 +86,6 @@ def train_step(
         scaler.scale(loss).backward()
         return loss.detach()
 
-    def update_weights() -> tuple[torch.Tensor, bool]:
-        for optimizer in optimizers:
-            scaler.unscale_(optimizer)
-        norm = clip_gradients(model, grad_clip, world)
-        # of all optimizers: with each scaler.step() for itself, one might step without the others
-        skipped = scaler.is_enabled() and not norm.isfinite()
-        for optimizer in optimizers:
-            if not skipped:
-                scaler.step(optimizer)
-            optimizer.zero_grad(set_to_none=True)
-        scaler.update()
-        return norm, skipped
-
     model.train()
     loss_accum = torch.zeros((), device=world.device)
     for micro_step in range(grad_accum_steps):
@@ -113,9 +100,31 @@ def train_step(
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         graphs.set_rate(group, "lr", lr * group.get("lr_scale", 1.0))
         graphs.set_rate(group, "averaging", averaging)
-    norm, skipped = run_part("update", update_weights)
+    update = partial(update_weights, model, optimizers, scaler, grad_clip, world)
+    norm, skipped = run_part("update", update)
     loss_accum = world.sum(loss_accum) / world.size
     return loss_accum, norm, skipped
+
+
+def update_weights(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    scaler: torch.amp.GradScaler,
+    grad_clip: float,
+    world: World,
+) -> tuple[torch.Tensor, bool]:
+    """Clips the gradients, updates the weights by them, and drops them -> norm, skipped."""
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    norm = clip_gradients(model, grad_clip, world)
+    # of all optimizers: with each scaler.step() for itself, Muon might step while AdamW does not
+    skipped = scaler.is_enabled() and not norm.isfinite()
+    for optimizer in optimizers:
+        if not skipped:
+            scaler.step(optimizer)
+        optimizer.zero_grad(set_to_none=True)
+    scaler.update()
+    return norm, skipped
 
 
 # -- a run

@@ -1,5 +1,6 @@
 """train_gpt2.py, but torchrun's processes share one GPU and meet over gloo: NCCL refuses that."""
 
+from typing import Any
 from unittest.mock import patch
 
 import torch.distributed as dist
@@ -11,12 +12,15 @@ from support.machine import distributed, sharding
 claim_device, join = distributed.claim_device, dist.init_process_group
 
 
+def join_over_gloo(_nccl: str, device_id: object, **how: Any) -> None:
+    join("gloo", **how)
+
+
 def main(args: list[str]) -> None:
     unlimited = dict(limit_nccl=lambda *_: None)
     first = dict(claim_device=lambda name, _rank, _size: claim_device(name, 0, 1))
-    own: dict = dict(device_id=None)
     with (
-        patch.object(dist, "init_process_group", lambda _nccl, **how: join("gloo", **(how | own))),
+        patch.object(dist, "init_process_group", join_over_gloo),
         patch.multiple(distributed, **first, **unlimited),
         patch.multiple(sharding, **unlimited),
     ):

@@ -59,8 +59,9 @@ class OnCpu(graphs.Graphs):
         return output
 
     def capture(self, work):
-        before, groups = self.grads(), [o.param_groups for o in self.optimizers]
-        numbers = [[dict(group) for group in listed] for listed in groups]
+        before = self.grads()
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        numbers = [dict(group) for group in groups]
         output = self.undo(work)
         if len(self.recordings) == OnCpu.broken:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -69,10 +70,9 @@ class OnCpu(graphs.Graphs):
         def replay():
             self.replays += 1
             seen = self.grads(before)
-            live = [[dict(group) for group in listed] for listed in groups]
-            for listed, baked in zip(groups, numbers, strict=True):
-                for group, values in zip(listed, baked, strict=True):
-                    group.update(values)
+            live = [dict(group) for group in groups]
+            for group, baked in zip(groups, numbers, strict=True):
+                group.update(baked)
             results = work()
             copies = [*zip(after, self.grads(seen), strict=True)]
             copies += zip(tensors(output), tensors(results), strict=True)
@@ -80,9 +80,8 @@ class OnCpu(graphs.Graphs):
                 for own, new in copies:
                     if own is not None:
                         own.copy_(new)
-            for listed, values in zip(groups, live, strict=True):
-                for group, kept in zip(listed, values, strict=True):
-                    group.update(kept)
+            for group, values in zip(groups, live, strict=True):
+                group.update(values)
 
         return replay, output
 
@@ -103,10 +102,11 @@ def train(
     for one in optimizers:
         one.register_step_post_hook(average_weights)
     generator = torch.Generator().manual_seed(0)
-    batches = iter(lambda: torch.randint(0, 300, (2, 17), generator=generator), None)
-    loader = SimpleNamespace(
-        next_batch=lambda: (lambda rows: (rows[:, :-1], rows[:, 1:]))(next(batches)), wait=Mock()
-    )
+
+    def next_batch():
+        rows = torch.randint(0, 300, (2, 17), generator=generator)
+        return rows[:, :-1], rows[:, 1:]
+
     made = OnCpu(optimizers)
     printed = []
     for step in range(UPDATES):
@@ -114,7 +114,7 @@ def train(
             model=model,
             optimizers=optimizers,
             scaler=torch.amp.GradScaler("cpu", enabled=False),
-            loader=loader,
+            loader=SimpleNamespace(next_batch=next_batch, wait=Mock()),
             grad_accum_steps=grad_accum_steps,
             world=WORLD,
             stop=Stop(WORLD),

@@ -106,7 +106,8 @@ class Ledger(TorchDispatchMode):
             self.note_cpu(name, out)
         if on_gpu:
             count = flop_registry.get(func._overloadpacket)
-            self.launch(name, on_gpu, count(*args, **kwargs, out_val=out) if count else 0)
+            size = sum(x.nbytes for x in on_gpu)
+            self.launch(name, size, count(*args, **kwargs, out_val=out) if count else 0)
         return out
 
     def note_cpu(self, name: str, out: Any) -> None:
@@ -118,8 +119,8 @@ class Ledger(TorchDispatchMode):
         else:
             self.account.syncs.append("copy to the CPU")
 
-    def launch(self, name: str, tensors: Collection[torch.Tensor], flops: int = 0) -> None:
-        self.account.launches.append((name, sum(x.nbytes for x in tensors), flops))
+    def launch(self, name: str, size: int, flops: int = 0) -> None:
+        self.account.launches.append((name, size, flops))
 
     def hold(self, x: torch.Tensor) -> None:
         storage = x.untyped_storage()
@@ -154,7 +155,7 @@ class StandIn:
         read = math.prod(x for x in args if isinstance(x, int))  # elements of the kernel
         sizes = {id(x): x.nbytes for x in tensors_of(args)}
         sizes |= {id(args[i]): read * args[i].itemsize for i in self.gathers}
-        LEDGER.account.launches.append((self.name, sum(sizes.values()), 0))
+        LEDGER.launch(self.name, sum(sizes.values()))
 
 
 def find_gathers(source: str) -> list[int]:
