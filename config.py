@@ -256,6 +256,7 @@ CHANGES: dict[str, dict[str, Any]] = {  # what a preset changes
         weight_decay=0.25,  # the text is read 12 times
         optimizer="muon",
         embedding_lr=4.0,
+        average_frac=0.08,
         val_every=1000,
         val_tokens=121344,  # all of the text that is held out
         hellaswag_every=0,
