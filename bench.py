@@ -76,6 +76,13 @@ class Machine:
         self.records = self.on_gpu and self.compile and self.dtype != torch.float16  # CUDA graphs
         torch.set_float32_matmul_precision("high")  # as in training
         self.peak, self.peak_source = peak_flops(self.device, self.dtype)
+        self.peaks = {(self.dtype, self.on_gpu): self.peak}  # of a precision, with TF32 or without
+
+    def peak_of(self, dtype: torch.dtype, tf32: bool) -> float:
+        """FLOP/s at an MFU of 1 in a row's own precision."""
+        if (dtype, tf32) not in self.peaks:
+            self.peaks[dtype, tf32], _ = peak_flops(self.device, dtype, tf32=tf32)
+        return self.peaks[dtype, tf32]
 
     def measure(self, compared: Iterable[Side], chain: bool = False) -> Iterator[dict]:
         return measure(compared, self.device.type, self.config.rounds, chain)
@@ -105,7 +112,8 @@ class Machine:
         with torch.device("meta"):
             flops = GPT(GPTConfig(**options["size"])).flops_per_token(options["T"])
         amount = processes * options["B"] * options["T"]
-        peak = self.peak * (processes if self.on_gpu else 1) / flops
+        own = self.peak_of(options["dtype"], options["tf32"])
+        peak = own * (processes if self.on_gpu else 1) / flops
         return Side(name, peers.training, options, amount, peak=peak, processes=processes)
 
 
@@ -254,7 +262,7 @@ HEAD = """
 a step: {config[batch_size]} × {config[sequence_length]:,} tokens, unless a row says otherwise
 training uses {dtype} here ({why})
 peak: {tflops:,.2f} TFLOP/s, {peak[1]}
-MFU: the fraction of this peak that is reached
+MFU: the fraction of the peak that is reached, of the precision of the row
 ×: how many times as fast as the base or the row that is named, by turns side by side: the
    median, and their range; three equal turns are on one side of 1 in a quarter of the rows
 start: seconds from starting a process to the end of its first run, compilation included

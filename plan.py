@@ -228,7 +228,7 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     """Tokens per second of all GPUs at this many operations per token, and the number's source."""
     if config.tokens_per_second:
         return config.tokens_per_second, "given by --tokens-per-second"
-    name, _, float32, half, source = gpu
+    name, _, _, float32, half, source = gpu
     peak = float32 if config.dtype == "float32" else half
     mfu = config.mfu
     why = "assumed, see --mfu"
@@ -244,13 +244,13 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
 
 
 def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
-    """The best MFU of training in a record of bench.py, its source, and its dtype."""
+    """The MFU of the fastest training in a record of bench.py, its source, and its dtype."""
     try:
         record = json.loads(Path(path).read_text())
         name = record["device"]["name"]
         dtype = record["dtype"]
         rows = record["benchmarks"]["ladder"]["rows"]
-        best = max((row for row in rows if "MFU" in row), key=lambda row: row["MFU"])
+        best = max((row for row in rows if "MFU" in row), key=lambda row: row["median"])
         why = f"measured with {record['config']['model']}, {best['name']!r}, {path}"
     except Exception as e:
         raise UsageError(f"--record {path} is no record of bench.py's steps: {e}") from e

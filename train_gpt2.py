@@ -31,6 +31,7 @@ from support.run.average import average_weights, averaged
 from support.run.checkpoint import Progress, Writer
 from support.run.log import Log
 from support.show import plots, report
+from support.text.token_files import describe_frequencies
 from support.weights import hf
 
 
@@ -577,6 +578,7 @@ def describe(run: Run) -> dict[str, Any]:
     about["model"] = asdict(run.model.config)
     about["parameters"] = run.model.num_params()
     about["epoch_tokens"] = run.train_loader.epoch_tokens
+    about["frequencies"] = describe_frequencies(run.train_loader.shards)
     return about
 
 

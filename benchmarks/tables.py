@@ -18,8 +18,36 @@ CLIMB = {  # of the ladder, where a row's base is the row above
     **{key: COLUMNS[key] for key in ("name", "ms", "median")},
     "ratio": ("× row above", ""),
     "total": ("× first row", ""),
+    "whole": ("10B tokens take", ""),
     **{key: COLUMNS[key] for key in ("MFU", "memory_gb", "error")},
 }
+
+
+def by_turns(rows: list[dict]) -> list[dict]:
+    """A ladder's rows with speeds that agree with ×: the fastest row's, by the ratios of `total`.
+
+    Each row's own median is also of the minute in which it was measured.
+    """
+    measured = (row for row in rows if "median" in row)
+    fastest = max(measured, key=lambda row: row.get("total", 1), default={})
+    shown = []
+    for row in rows:
+        if "median" in row:
+            rate = fastest["median"] * row.get("total", 1) / fastest.get("total", 1)
+            scale = rate / row["median"]
+            row = row | dict(median=rate, ms=row["ms"] / scale, whole=time_of_10B(rate))
+            row |= {"MFU": row["MFU"] * scale} if "MFU" in row else {}
+        shown.append(row)
+    return shown
+
+
+def time_of_10B(tokens_per_sec: float) -> str:
+    """How long the recipe's 10 billion tokens take, in words."""
+    seconds = 1e10 / tokens_per_sec
+    for unit, size in dict(days=86400, hours=3600).items():
+        if seconds >= 2 * size:
+            return f"{seconds / size:,.{int(seconds < 20 * size)}f} {unit}"
+    return f"{seconds / 60:.0f} minutes"
 
 
 def show_bound(bound: float) -> str:
@@ -56,6 +84,8 @@ def describe_total(row: dict) -> str:
 
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
+    if columns is CLIMB:
+        rows = by_turns(rows)
     shown = []
     for key, (heading, spec) in columns.items():
         heading = rows[0]["unit"] if key == "median" else heading

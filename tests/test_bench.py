@@ -18,7 +18,7 @@ from bench import BenchConfig, Machine
 from benchmarks import measure, peers
 from benchmarks.climb import PUBLISHED, plot_climbs
 from benchmarks.measure import Side
-from benchmarks.tables import CLIMB, describe_ratio, format_table
+from benchmarks.tables import CLIMB, by_turns, describe_ratio, format_table, time_of_10B
 from support.base.errors import UsageError, UserError
 from support.machine.distributed import start_world
 from support.text.tokenizer import VOCAB_SIZE
@@ -36,7 +36,7 @@ def machine(monkeypatch):
 
     monkeypatch.setattr(bench, "why_not_compile", lambda device: "")
     monkeypatch.setattr(bench, "pick_dtype", lambda *_: (torch.bfloat16, "a test"))
-    monkeypatch.setattr(bench, "peak_flops", lambda *_: (2e12, "a test"))
+    monkeypatch.setattr(bench, "peak_flops", lambda *_, **__: (2e12, "a test"))
     return make
 
 
@@ -277,9 +277,9 @@ def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_mea
     assert capsys.readouterr().out == f"climb: {tmp_path}/both.png\n"
     [axis] = plot_climbs([record, record]).axes
     words = [text.get_text() for text in axis.texts]
-    assert len([word for word in words if word.endswith(": measured")]) == 2
-    assert "3,046,409   4,723.1 ×" in words and "16,384 (1,000 ms)" in words
-    assert "133 (30,695 ms)   2.0 ×" in words, "as in the table, not 133 / 89"
+    assert words.count("AMD EPYC, 2 cores, float32") == 2
+    assert "645 → 3,046,409 (4,723.1 ×): 10B in 55 minutes" in words
+    assert "67 → 133 (2.0 ×): 10B in 867 days" in words, "as in the table, not 133 / 89"
     with pytest.raises(UserError, match=r"name a record of bench.py's ladder"):
         plot_climbs([ROOT / "benchmarks" / "cpu-against.json"])
     failed = json.loads(Path(record).read_text())
@@ -287,6 +287,46 @@ def test_other_machines_are_drawn_beside_the_published_climbs_and_nothing_is_mea
     (tmp_path / "failed.json").write_text(json.dumps(failed))
     with pytest.raises(UserError, match="each of its rows failed"):
         plot_climbs([tmp_path / "failed.json"])
+
+
+@pytest.mark.parametrize("name", ["cpu", "amx", "h200"])
+def test_a_climbs_speeds_are_in_the_ratios_that_stand_beside_them(name):
+    record = json.loads((ROOT / "benchmarks" / f"{name}-ladder.json").read_text())
+    measured = record["benchmarks"]["ladder"]["rows"]
+    shown = by_turns([*measured, dict(name="failed", error="no room")])
+    first, *others = shown[:-1]
+    for row in others:
+        assert row["median"] / first["median"] == pytest.approx(row["total"])
+        assert row["ms"] * row["median"] == pytest.approx(
+            next(old["ms"] * old["median"] for old in measured if old["name"] == row["name"])
+        )
+        assert 0 < row["MFU"] < 1
+    fastest = max(others, key=lambda row: row["median"])
+    assert fastest["median"] in [row["median"] for row in measured], "as it was measured"
+    assert shown[-1]["error"] and "median" not in shown[-1]
+
+
+@pytest.mark.parametrize("rate, words", [
+    (147, "787 days"), (44_268, "2.6 days"), (184_090, "15.1 hours"), (3_046_409, "55 minutes")
+])  # fmt: skip
+def test_the_time_of_the_recipe_is_told_in_words(rate, words):
+    assert time_of_10B(rate) == words
+
+
+def test_each_row_has_the_peak_of_its_own_precision(machine, monkeypatch):
+    asked = []
+    peaks = {torch.float32: 1e12, torch.bfloat16: 4e12}
+
+    def peak_flops(device, dtype, tf32=True):
+        asked.append(dtype)
+        return peaks[dtype], "a test"
+
+    monkeypatch.setattr(bench, "peak_flops", peak_flops)
+    m = machine()
+    plain, half = (m.step("", dtype=dtype) for dtype in peaks)
+    assert half.peak == 4 * plain.peak
+    assert m.step("", dtype=torch.bfloat16).peak == half.peak
+    assert len(asked) == 2, "each is measured once, whatever training takes"
 
 
 def test_published_milliseconds_and_tokens_a_second_agree():

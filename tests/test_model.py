@@ -266,9 +266,9 @@ def test_a_cpu_computes_in_the_faster_precision_and_float32_is_left_alone():
 @pytest.mark.parametrize(
     "name, capability, expected",
     [
-        ("NVIDIA H100 80GB HBM3", (9, 0), [494.5e12, 989.5e12]),
-        ("NVIDIA A100-SXM4-40GB", (8, 0), [156e12, 312e12]),
-        ("Tesla T4", (7, 5), [8.1e12, 65e12]),
+        ("NVIDIA H100 80GB HBM3", (9, 0), [67e12, 494.5e12, 989.5e12]),
+        ("NVIDIA A100-SXM4-40GB", (8, 0), [19.5e12, 156e12, 312e12]),
+        ("Tesla T4", (7, 5), [8.1e12, 8.1e12, 65e12]),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", (9, 0), None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", (8, 9), None),
     ],
@@ -282,7 +282,9 @@ def test_mfu_is_of_the_makers_peak_for_a_gpu_of_that_whole_name_else_of_a_matmul
     monkeypatch.setattr(
         "support.machine.device.time_matmul", lambda device, dtype, n: next(seconds)
     )
-    peaks = [peak_flops(torch.device("cuda"), dtype) for dtype in (torch.float32, torch.float16)]
+    cuda = torch.device("cuda")
+    peaks = [peak_flops(cuda, torch.float32, tf32=tf32) for tf32 in (False, True)]
+    peaks.append(peak_flops(cuda, torch.float16))
     flops, sources = zip(*peaks, strict=True)
     if expected:
         assert list(flops) == expected

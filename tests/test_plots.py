@@ -159,10 +159,27 @@ def test_a_picture_begins_at_0_ends_at_the_end_and_says_what_it_is(tmp_path):
     assert axis.get_title("left") == "Tiny Shakespeare, 124 million parameters"
     assert axis.get_xlim() == (0, 60), "no dead space"
     assert axis.get_ylim()[1] < 8, "the untrained loss would fill the picture"
-    assert axis.get_xlabel() == "step" and axis.get_ylabel() == "loss (nats per token)"
+    assert axis.get_xlabel() == "step"
     (run / "metrics.jsonl").unlink()
     [axis] = plots.plot_run(run).axes
     assert axis.get_title("left") == "run", "a log.txt does not say more"
+
+
+def test_beside_it_the_whole_curve_has_the_losses_that_need_no_model(tmp_path):
+    frequencies = {"kinds": 20, "entropy": 1.5}
+    about = ABOUT | dict(frequencies=frequencies)
+    run = read_run(write_run(tmp_path / "run", hella=False, about=about))
+    axis = notebook.plot_by_text(plots.draw_loss, [run]).axes[0]
+    [whole] = axis.child_axes
+    assert whole.get_title("left") == "loss (nats per token)"
+    assert {text.get_text() for text in whole.texts} == {
+        f"all 50,257 tokens alike: {math.log(50257):.2f}",
+        f"the 20 that occur alike: {math.log(20):.2f}",
+        "by their frequencies: 1.50",
+    }
+    shown = {line.get_color(): line.get_data() for line in whole.lines}
+    for color, stream in (plots.BLUE, "train"), (plots.RED, "val"):
+        assert np.array_equal(shown[color], run.streams[stream]), "nothing is left out"
 
 
 @pytest.mark.parametrize("steps, band", [(3, False), (40, False), (60, True)])
@@ -277,8 +294,8 @@ def test_each_text_has_a_panel_and_other_batches_are_compared_by_tokens(tmp_path
     assert shakespeare.get_xlabel() == "step", "where a batch is unknown"
     for count, scale in ((1, "linear"), (3, "log")):
         axes = notebook.plot_training(runs[:count]).axes
-        scales = [scale, scale, "linear", "linear", "linear"]
-        assert [axis.get_yscale() for axis in axes] == scales, "the last: speed, MFU, memory"
+        scales = [scale, scale, scale, "linear", "linear"]
+        assert [axis.get_yscale() for axis in axes] == scales, "the last: MFU and memory"
     by_time, _ = notebook.plot_by_text(notebook.draw_by_time, runs).axes
     assert by_time.lines[0].get_xdata()[-1] == pytest.approx(60 * 2 / 60) and labels(by_time)
 

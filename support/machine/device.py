@@ -227,32 +227,34 @@ def peak_memory(device: torch.device) -> int:
 
 
 # plan.py's name of a GPU: the whole name that CUDA reports (a MIG slice has another), GB of memory,
-# and the peaks of dense matmuls in TFLOP/s: float32 (TF32 if the GPU has it), and 16 bits summed in
-# float32. They are half of those that count sparsity. B200's memory: DGX datasheet.
+# and the peaks of dense matmuls in TFLOP/s: float32, TF32 (again float32 without it), and 16 bits
+# summed in float32. They are half of those that count sparsity. B200's memory: DGX datasheet.
 GPUS = {
-    "B200": (r"NVIDIA B200", 180, 1100, 2250, "Blackwell architecture brief, 2024 (HGX)"),
-    "H200": (r"NVIDIA H200", 141, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
-    "H100": (r"NVIDIA H100 80GB HBM3", 80, 494.5, 989.5, "H100 datasheet, 2023 (SXM)"),
-    "H100-PCIe": (r"NVIDIA H100 PCIe", 80, 378, 756, "H100 datasheet, 2023"),
-    "A100": (r"NVIDIA A100(-SXM\d-80GB| 80GB PCIe)", 80, 156, 312, "A100 datasheet, 2021"),
-    "A100-40GB": (r"NVIDIA A100-\w+-40GB", 40, 156, 312, "A100 datasheet, 2021"),
-    "V100": (r"Tesla V100-SXM\d-32GB", 32, 15.7, 125, "V100 datasheet, 2020"),
-    "V100-16GB": (r"Tesla V100-SXM\d-16GB", 16, 15.7, 125, "V100 datasheet, 2020"),
-    "V100-PCIe": (r"Tesla V100-PCIE-\w+", 16, 14.0, 112, "V100 datasheet, 2020"),
-    "T4": (r"Tesla T4", 16, 8.1, 65, "T4 datasheet, 2019"),
-    "L4": (r"NVIDIA L4", 24, 60, 121, "L4 datasheet, 2023"),
-    "RTX-5090": (r"NVIDIA GeForce RTX 5090", 32, 104.8, 209.5, "RTX Blackwell whitepaper"),
-    "RTX-4090": (r"NVIDIA GeForce RTX 4090", 24, 82.6, 165.2, "Ada whitepaper, appendix A"),
-    "RTX-3090": (r"NVIDIA GeForce RTX 3090", 24, 35.6, 71, "Ampere GA102 whitepaper"),
+    "B200": (r"NVIDIA B200", 180, 75, 1100, 2250, "Blackwell architecture brief, 2024 (HGX)"),
+    "H200": (r"NVIDIA H200", 141, 67, 494.5, 989.5, "H200 datasheet, 2024 (SXM)"),
+    "H100": (r"NVIDIA H100 80GB HBM3", 80, 67, 494.5, 989.5, "H100 datasheet, 2023 (SXM)"),
+    "H100-PCIe": (r"NVIDIA H100 PCIe", 80, 51, 378, 756, "H100 datasheet, 2023"),
+    "A100": (r"NVIDIA A100(-SXM\d-80GB| 80GB PCIe)", 80, 19.5, 156, 312, "A100 datasheet, 2021"),
+    "A100-40GB": (r"NVIDIA A100-\w+-40GB", 40, 19.5, 156, 312, "A100 datasheet, 2021"),
+    "V100": (r"Tesla V100-SXM\d-32GB", 32, 15.7, 15.7, 125, "V100 datasheet, 2020"),
+    "V100-16GB": (r"Tesla V100-SXM\d-16GB", 16, 15.7, 15.7, 125, "V100 datasheet, 2020"),
+    "V100-PCIe": (r"Tesla V100-PCIE-\w+", 16, 14.0, 14.0, 112, "V100 datasheet, 2020"),
+    "T4": (r"Tesla T4", 16, 8.1, 8.1, 65, "T4 datasheet, 2019"),
+    "L4": (r"NVIDIA L4", 24, 30.3, 60, 121, "L4 datasheet, 2023"),
+    "RTX-5090": (r"NVIDIA GeForce RTX 5090", 32, 104.8, 104.8, 209.5, "RTX Blackwell whitepaper"),
+    "RTX-4090": (r"NVIDIA GeForce RTX 4090", 24, 82.6, 82.6, 165.2, "Ada whitepaper, appendix A"),
+    "RTX-3090": (r"NVIDIA GeForce RTX 3090", 24, 35.6, 35.6, 71, "Ampere GA102 whitepaper"),
 }
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype, patience: float = 3) -> tuple[float, str]:
+def peak_flops(
+    device: torch.device, dtype: torch.dtype, patience: float = 3, tf32: bool = True
+) -> tuple[float, str]:
     """FLOP/s at an MFU of 1, and their source: the maker, or `patience` seconds of matmuls here."""
     if device.type == "cuda":
-        for pattern, _, float32, half, source in GPUS.values():
+        for pattern, _, *peaks, source in GPUS.values():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
-                peak = float32 if dtype == torch.float32 else half
+                peak = peaks[tf32 if dtype == torch.float32 else 2]
                 return 1e12 * peak, f"NVIDIA {source}"
     n = 4096  # smaller ones are slower
     if device.type == "cpu":

@@ -104,7 +104,7 @@ def plot_training(runs: list[LoggedRun]) -> Any:
     panels = {  # field: the axis's label and scale, and the unit
         "lr": ("learning rate", scale, 1),
         "norm": ("gradient norm, unclipped", scale, 1),
-        "tokens_per_sec": ("tokens/s", "linear", 1),
+        "tokens_per_sec": ("tokens/s", scale, 1),
         "mfu": ("MFU", "linear", 1),
         "memory": ("peak memory, GB", "linear", 1e9),
     }

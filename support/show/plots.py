@@ -3,6 +3,7 @@
 import gc
 import io
 import json
+import math
 import textwrap
 from functools import cache
 from itertools import cycle, product
@@ -24,6 +25,7 @@ BLUE = "#2f81b7"
 RED = "#d55e00"
 GREY = "#727a83"  # also of the text, see gpt2.mplstyle
 COLORS = (BLUE, RED, "#008f68", "#b5559f", GREY)  # the third is green, the fourth purple
+LOSS = "loss (nats per token)"
 # of many runs in one picture: no two of 15 look the same
 STYLES = [dict(linestyle=dash, color=color) for dash, color in product(("-", ":", "-."), COLORS)]
 
@@ -82,7 +84,7 @@ def plot_run(log_dir: str | Path) -> Any:
     gc.collect()  # the last figure refers to itself: its 14 MB would stay until Python looks
     run = read_run(log_dir, updates=False)
     has_scores = published.is_scored(run) and len(run.streams["hella"][0]) > 1
-    figure, axes = new_figure(1, 2 if has_scores else 1)
+    figure, axes = new_figure(2 if has_scores else 1, 1)
     draw_loss(axes[0], [run])
     axes[0].set_title(title_of(run))
     if has_scores:
@@ -123,8 +125,11 @@ def name_text(config: dict, unknown: str) -> str:
     return (ALWAYS_THERE | {"?": unknown}).get(text, text)
 
 
-def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
-    """Draws training loss, averaged, and validation loss as dots. A run alone has its details."""
+def draw_loss(axis: Any, runs: list[LoggedRun], beginning: bool = True) -> None:
+    """Draws training loss, averaged, and validation loss as dots. A run alone has its details.
+
+    The view leaves out the steep part. With `beginning`, a second one at the left shows all.
+    """
     alone = len(runs) == 1
     theirs = {published.size_of(run.config): published.openai_loss(run.config) for run in runs}
     levels = {f"OpenAI's {size} {loss:.3f}": loss for size, loss in theirs.items() if loss}
@@ -160,8 +165,48 @@ def draw_loss(axis: Any, runs: list[LoggedRun]) -> None:
     if tops:
         margin = 0.06 * (max(tops) - axis.dataLim.y0) or 0.5
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
-    axis.set_ylabel("loss (nats per token)")
     label_lines(axis)
+    if beginning:
+        draw_beginning(axis, runs, units)
+    else:
+        axis.set_ylabel(LOSS)
+
+
+def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None:
+    """Draws whole curves at the left of draw_loss's axis, with more room for earlier updates.
+
+    Dashed: what a model without weights can reach, the lecture's "easy gains".
+    """
+    from matplotlib.transforms import blended_transform_factory
+
+    figure = axis.figure
+    figure.get_layout_engine().set(rect=(0.3, 0, 0.7, 1))
+    across = blended_transform_factory(figure.transFigure, axis.transAxes)
+    whole = axis.inset_axes((0.045, 0, 0.23, 1), transform=across, in_layout=False)
+    size = max(run.config.get("vocab_size", published.VOCAB_SIZE) for run in runs)
+    levels = {math.log(size): f"all {size:,} tokens alike"}
+    known: dict = next((r["frequencies"] for r in runs[0].records if "frequencies" in r), {})
+    if known:
+        levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur alike"}
+        levels |= {known["entropy"]: "by their frequencies"}
+    for y, meaning in sorted(levels.items()):
+        whole.axhline(y, linestyle="--", color=GREY, linewidth=1)
+        place = dict(transform=whole.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+        whole.text(1, y, f"{meaning}: {y:.2f}", **place)
+    for run, unit, style in zip(runs, units, cycle(STYLES)):
+        for name, (steps, losses) in finite(run).items():
+            if name == "train":
+                whole.plot(steps * unit, losses, linewidth=0.7, **style)
+            if name == "val":
+                ink = RED if len(runs) == 1 else style["color"]
+                whole.plot(steps * unit, losses, "o", color=ink, markersize=3, clip_on=False)
+    whole.set_xscale("symlog", linthresh=max(units))  # 0 is on it
+    end = max(whole.dataLim.x1, 10 * max(units))
+    decades = 10 ** np.arange(*np.ceil(np.log10([max(units), end])))
+    whole.set_xticks([0, *(decades[:: 1 + len(decades) // 5])])
+    whole.xaxis.set_major_formatter("{x:,g}")
+    whole.set_xlabel(axis.get_xlabel().partition(" (×")[0].partition(" (|")[0])
+    whole.set_title(LOSS, fontsize="medium")
 
 
 def finite(run: LoggedRun) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -249,7 +294,7 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     """Draws a run's losses and, above them, samples after so many minutes; math.inf: the last."""
     run = read_run(log_dir)
     figure, [axis] = new_figure(1, 1, 4.8)
-    draw_loss(axis, [run])
+    draw_loss(axis, [run], beginning=False)
     steps, samples = run.series("samples", "samples")
     minutes = np.interp(steps, *run.series("wall")) / 60
     curve = next(line.get_data() for line in axis.lines if line.get_color() == BLUE)
