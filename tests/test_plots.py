@@ -421,6 +421,20 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         assert fact in page, fact
 
 
+def test_all_samples_of_a_run_can_be_seen_and_the_notebook_shows_some(tmp_path, capsys):
+    run = write_run(tmp_path / "run", steps=200)  # samples after 20, 40, …, 200 updates
+    resume(run, 200, "python again.py").record(200, "end", wall=1.0, memory=1, best={})
+    report.write_report(run, has_curve=False)
+    page = (run / "report.md").read_text()
+    shown, hidden, last = re.split("<details><summary>.*</summary>|</details>", page)
+    assert "samples at 8 steps between" in page
+    for step in range(20, 201, 20):
+        part = {20: shown, 200: last}.get(step, hidden)
+        assert part.count(f"## Samples after {step} updates\n\n    so <far> {step}\n") == 1
+    notebook.show_samples([read_run(run)])
+    assert re.findall(r"step (\d+)", capsys.readouterr().out) == ["20", "40", "60", "100", "200"]
+
+
 def test_a_report_of_a_run_whose_lowest_loss_was_not_saved_says_so(tmp_path):
     run = write_run(tmp_path / "run")
     log = resume(run, 60, "python again.py")

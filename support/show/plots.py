@@ -143,7 +143,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun], beginning: bool = True) -> None:
         if "train" in streams:
             steps, losses = streams["train"]
             mean, deviation = average(losses)
-            few = np.linspace(0, len(steps) - 1, min(len(steps), 500)).astype(int)  # one a pixel
+            few = np.linspace(0, len(steps) - 1, min(len(steps), 400)).astype(int)  # a picture's
             label = f"training {mean[-1]:.2f}" if alone else None
             axis.plot(steps[few] * unit, mean[few], **style, label=label)
             tops.append(mean[in_view(run, steps)].max())
@@ -187,8 +187,9 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
     levels = {math.log(size): f"all {size:,} tokens alike"}
     known: dict = next((r["frequencies"] for r in runs[0].records if "frequencies" in r), {})
     if known:
-        levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur alike"}
         levels |= {known["entropy"]: "by their frequencies"}
+        if known["kinds"] < 0.7 * size:  # else the two lines are one
+            levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur alike"}
     for y, meaning in sorted(levels.items()):
         whole.axhline(y, linestyle="--", color=GREY, linewidth=1)
         place = dict(transform=whole.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
