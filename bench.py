@@ -76,13 +76,16 @@ class Machine:
         self.records = self.on_gpu and self.compile and self.dtype != torch.float16  # CUDA graphs
         torch.set_float32_matmul_precision("high")  # as in training
         self.peak, self.peak_source = peak_flops(self.device, self.dtype)
-        self.peaks = {(self.dtype, self.on_gpu): self.peak}  # of a precision, with TF32 or without
+        is_tf32 = self.on_gpu and self.dtype == torch.float32
+        self.peaks = {(self.dtype, is_tf32): self.peak}
 
     def peak_of(self, dtype: torch.dtype, tf32: bool) -> float:
         """FLOP/s at an MFU of 1 in a row's own precision."""
-        if (dtype, tf32) not in self.peaks:
-            self.peaks[dtype, tf32], _ = peak_flops(self.device, dtype, tf32=tf32)
-        return self.peaks[dtype, tf32]
+        key = (dtype, tf32 and dtype == torch.float32)
+        if key not in self.peaks:
+            torch.set_float32_matmul_precision("high" if tf32 else "highest")
+            self.peaks[key], _ = peak_flops(self.device, dtype, tf32=tf32)
+        return self.peaks[key]
 
     def measure(self, compared: Iterable[Side], chain: bool = False) -> Iterator[dict]:
         return measure(compared, self.device.type, self.config.rounds, chain)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import minutes
+from benchmarks.tables import by_turns
 from config import (
     GPT2_SIZES,
     PRESETS,
@@ -228,8 +229,8 @@ def find_rate(config: PlanConfig, gpu: tuple, flops: int) -> tuple[float, str]:
     """Tokens per second of all GPUs at this many operations per token, and the number's source."""
     if config.tokens_per_second:
         return config.tokens_per_second, "given by --tokens-per-second"
-    name, _, _, float32, half, source = gpu
-    peak = float32 if config.dtype == "float32" else half
+    name, _, _, tf32, half, source = gpu
+    peak = tf32 if config.dtype == "float32" else half
     mfu = config.mfu
     why = "assumed, see --mfu"
     if config.record:
@@ -250,7 +251,8 @@ def read_mfu(path: str, gpu: str) -> tuple[float, str, str]:
         name = record["device"]["name"]
         dtype = record["dtype"]
         rows = record["benchmarks"]["ladder"]["rows"]
-        best = max((row for row in rows if "MFU" in row), key=lambda row: row["median"])
+        measured = [row for row in by_turns(rows) if "MFU" in row]
+        best = max(measured, key=lambda row: row["median"])
         why = f"measured with {record['config']['model']}, {best['name']!r}, {path}"
     except Exception as e:
         raise UsageError(f"--record {path} is no record of bench.py's steps: {e}") from e

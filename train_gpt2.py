@@ -578,7 +578,8 @@ def describe(run: Run) -> dict[str, Any]:
     about["model"] = asdict(run.model.config)
     about["parameters"] = run.model.num_params()
     about["epoch_tokens"] = run.train_loader.epoch_tokens
-    about["frequencies"] = describe_frequencies(run.train_loader.shards)
+    if run.world.is_main:
+        about["frequencies"] = describe_frequencies(run.train_loader.shards)
     return about
 
 

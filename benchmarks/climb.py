@@ -41,11 +41,16 @@ def plot_climbs(records: Sequence[str | Path]) -> Any:
         axis.text(first, y - 0.2, climb["name"], weight="bold", va="bottom")
         about = f"{first:,.0f} → {best:,.0f} ({best / first:,.1f} ×): 10B in {time_of_10B(best)}"
         axis.annotate(about, (best, y), (8, 0), textcoords="offset points", va="center")
-    axis.set(xscale="log", xlim=(50, 3e9), ylim=(len(climbs) - 0.5, -0.8), yticks=[])
+    axis.set(
+        xscale="log",
+        xlim=(0.6 * climbs[0]["rows"][0]["tokens_per_sec"], 3e9),
+        ylim=(len(climbs) - 0.5, -0.8),
+        yticks=[],
+    )
     axis.spines["left"].set_visible(False)
     axis.set_xticks([10**n for n in range(2, 8)])
     axis.xaxis.set_major_formatter("{x:,.0f}")
     axis.minorticks_off()
-    axis.set_xlabel("tokens/s of GPT-2 124M, a dot for each technique")
-    axis.set_title("Techniques alone: 2 to 12 times as fast (blue: here, grey: published)")
+    axis.set_xlabel("tokens/s of GPT-2 124M, a dot for each row")
+    axis.set_title("From a plain step to the fastest one (blue: measured here, grey: published)")
     return figure

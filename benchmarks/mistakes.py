@@ -7,34 +7,37 @@ python -m benchmarks.mistakes    three minutes on two cores, after the quickstar
 import json
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks.techniques import make_record, train
 from support.base.console import run_script
 from support.base.files import write_whole
+from support.run.log import LoggedRun
 from support.show import plots
 
 ROOT = Path(__file__).parent.parent
 OUT = Path("log/mistakes")
 FLAGS = ["--val-every", "40", "--sample-every", "40", "--average-frac", "0"]
 MISTAKES = {  # docs/mistakes/NAME.diff: what is drawn of it, and what one sees
-    "divided-twice": ("loss", "It begins at a quarter of ln 1,024 = 6.93"),
-    "backward-after-the-loop": ("norm", "One micro-batch of four counts"),
-    "optimizer-of-another-model": ("loss", "No weight moves"),
-    "evaluation-in-the-time": ("tokens_per_sec", "The speed falls at each evaluation"),
+    "divided-twice": (plots.LOSS, "It begins at a quarter of ln 1,024 = 6.93"),
+    "backward-after-the-loop": ("gradient norm", "The norm of one micro-batch of four"),
+    "optimizer-of-another-model": (plots.LOSS, "No weight moves"),
+    "evaluation-in-the-time": ("tokens/s", "One slow update after each evaluation"),
 }
+FIELDS = {plots.LOSS: "loss", "gradient norm": "norm", "tokens/s": "tokens_per_sec"}
 
 
-def train_with(name: str, flags: list[str]) -> Any:
+def train_with(name: str, flags: list[str]) -> LoggedRun:
     """Trains a copy of this repository with a mistake in it, or without: ""."""
-    copy = OUT / "copies" / (name or "right")
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "data", "log", "runs"))
-    if name:
-        diff = ROOT / "docs" / "mistakes" / f"{name}.diff"
-        subprocess.run(["patch", "-s", "-p1", "-i", diff], cwd=copy, check=True)
-    return train([f"{copy}/train_gpt2.py"], [*FLAGS, *flags], OUT / copy.name)
+    with tempfile.TemporaryDirectory() as folder:
+        copy = f"{folder}/copy"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "data", "log", "runs"))
+        if name:
+            diff = ROOT / "docs" / "mistakes" / f"{name}.diff"
+            subprocess.run(["git", "apply", diff], cwd=copy, check=True)
+        return train([f"{copy}/train_gpt2.py"], [*FLAGS, *flags], OUT / (name or "right"))
 
 
 def plot_mistakes(record: dict) -> Any:
@@ -42,10 +45,14 @@ def plot_mistakes(record: dict) -> Any:
     figure, axes = plots.new_figure(2, 2, 2.6)
     right, *wrong = record["runs"].items()
     for axis, (name, run) in zip(axes, wrong, strict=True):
-        field, seen = MISTAKES[name]
-        for label, color, each in ("right", plots.BLUE, right[1]), (name, plots.RED, run):
-            axis.plot(each[field][1:], color=color, label=label, linewidth=1)
-        axis.set(title=seen, ylabel=plots.LOSS if field == "loss" else field.replace("_", " "))
+        label, seen = MISTAKES[name]
+        for each, color, series in ("right", plots.BLUE, right[1]), (name, plots.RED, run):
+            values = series[FIELDS[label]]
+            first = int(label == "tokens/s")  # the first update compiles
+            axis.plot(range(first, len(values)), values[first:], color=color, label=each, lw=1)
+        axis.set(title=seen, ylabel=label, yscale="linear" if label == plots.LOSS else "log")
+        axis.yaxis.set_major_formatter("{x:,g}")
+        axis.yaxis.set_minor_formatter("")
         axis.legend()
         plots.label_x(axis, "step")
     return figure

@@ -5,7 +5,9 @@ import math
 from pathlib import Path
 
 from benchmarks.climb import plot_climbs
+from benchmarks.mistakes import plot_mistakes
 from benchmarks.race import plot_budgets, plot_minutes
+from benchmarks.techniques import plot_techniques
 from support.show.comparison import plot_comparison
 from support.show.plots import plot_run, plot_samples, save_picture
 
@@ -18,14 +20,17 @@ def draw(root: Path) -> None:
     save_picture(plot_samples(laptop, [2, 15, math.inf]), laptop / "samples.svg")
     records = root / "benchmarks"
     save_picture(plot_climbs(sorted(records.glob("*-ladder.json"))), records / "climb.svg")
+    for plot, name in (plot_techniques, "techniques"), (plot_mistakes, "mistakes"):
+        record = json.loads((records / f"{name}.json").read_text())
+        save_picture(plot(record), records / f"{name}.svg")
     races = [json.loads(race.read_text()) for race in sorted(records.glob("amx-budget-*.json"))]
     save_picture(plot_budgets(races), records / "budgets.svg")
-    for record in records.glob("compare*/compare.json"):
-        figure = plot_comparison(json.loads(record.read_text()))
+    for path in records.glob("compare*/compare.json"):
+        figure = plot_comparison(json.loads(path.read_text()))
         for suffix in (".png", ".svg"):
-            save_picture(figure, record.with_suffix(suffix))
-    for record in records.glob("minutes*.json"):
-        save_picture(plot_minutes(json.loads(record.read_text())), record.with_suffix(".svg"))
+            save_picture(figure, path.with_suffix(suffix))
+    for path in records.glob("minutes*.json"):
+        save_picture(plot_minutes(json.loads(path.read_text())), path.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

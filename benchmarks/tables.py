@@ -33,7 +33,9 @@ def by_turns(rows: list[dict]) -> list[dict]:
     shown = []
     for row in rows:
         if "median" in row:
-            rate = fastest["median"] * row.get("total", 1) / fastest.get("total", 1)
+            rate = row["median"]
+            if "total" in fastest:
+                rate = fastest["median"] * (row.get("total", 1) / fastest["total"])
             scale = rate / row["median"]
             row = row | dict(median=rate, ms=row["ms"] / scale, whole=time_of_10B(rate))
             row |= {"MFU": row["MFU"] * scale} if "MFU" in row else {}
@@ -84,7 +86,7 @@ def describe_total(row: dict) -> str:
 
 def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
     """The rows as an aligned Markdown table with the columns that they have."""
-    if columns is CLIMB:
+    if "whole" in columns:
         rows = by_turns(rows)
     shown = []
     for key, (heading, spec) in columns.items():

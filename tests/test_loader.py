@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from model import DataLoaderLite
 from support.base.errors import UserError
-from support.text.token_files import open_data
+from support.text.token_files import PIECE, describe_frequencies, find_shards, open_data
 
 
 def epoch_of(loader: DataLoaderLite, epoch: int) -> list[tuple]:
@@ -142,6 +142,21 @@ def test_batches_are_pinned_where_asked_by_the_thread_that_knows_its_gpu(shards,
     assert threads == []
     loader.next_batch()
     assert threads == [threading.main_thread()] * 2
+
+
+def test_the_frequencies_of_tokens_are_counted_over_shards_up_to_a_limit(tmp_path):
+    write_shard(tmp_path / "toy_train_000001.npy", np.array([7, 7, 9, 65535], np.uint16))
+    write_shard(tmp_path / "toy_train_000002.npy", np.array([9, 9, 7, 7], np.uint16))
+    shards = find_shards(tmp_path, "train")
+    found = describe_frequencies(shards)
+    halves = -(0.5 * np.log(0.5) + 0.375 * np.log(0.375) + 0.125 * np.log(0.125))
+    assert found == {"kinds": 3, "entropy": pytest.approx(halves)}
+    for shard, token in zip(shards, (1, 2), strict=True):
+        pieces = 12 * [np.full(PIECE, token, np.uint16)]
+        shard.read_all = lambda pieces=pieces: iter(pieces)
+    assert describe_frequencies(shards)["entropy"] == pytest.approx(
+        -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
+    ), "16 pieces: 12 of the first shard, 4 of the second"
 
 
 def test_every_epoch_and_seed_has_its_own_order_and_offsets_the_same_on_every_machine(shards):

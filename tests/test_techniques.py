@@ -66,7 +66,7 @@ def test_each_mistake_is_a_diff_of_this_code_and_is_drawn():
     diffs = sorted((ROOT / "docs" / "mistakes").glob("*.diff"))
     assert {diff.stem for diff in diffs} == set(mistakes.MISTAKES)
     for diff in diffs:
-        subprocess.run(["patch", "--dry-run", "-s", "-p1", "-i", diff], cwd=ROOT, check=True)
+        subprocess.run(["git", "apply", "--check", diff], cwd=ROOT, check=True)
     figure = mistakes.plot_mistakes(read_record("mistakes"))
     assert [len(axis.lines) for axis in figure.axes] == [2, 2, 2, 2]
 

@@ -75,7 +75,7 @@ from support.run.divergence import MOST_SKIPPED, why_stop
 from support.run.log import Log, open_log, open_tracker, read_run, records_before
 from support.run.resume import args_to_resume, start_logs
 from support.show import plots
-from support.text.token_files import open_data
+from support.text.token_files import describe_frequencies, find_shards, open_data
 from support.text.tokenizer import gpt2
 from train_gpt2 import build_model, end_diverged, learning_rate, main, report_step, train_step
 
@@ -397,6 +397,7 @@ def test_a_run_leaves_logs_a_plot_and_a_report(shards, tmp_path):
     first = read_records(log_dir)[0]
     assert first["config"]["max_steps"] == 6
     assert first["versions"]["torch"]
+    assert first["frequencies"] == describe_frequencies(find_shards(shards, "train"))
     measured = {"loss", "lr", "norm", "ms", "tokens_per_sec", "tokens", "wall", "memory"}
     assert measured <= read_records(log_dir, "train")[0].keys()
     assert "mfu" not in read_records(log_dir, "train")[0], "a CPU's peak depends on its other load"

@@ -252,9 +252,10 @@ def peak_flops(
 ) -> tuple[float, str]:
     """FLOP/s at an MFU of 1, and their source: the maker, or `patience` seconds of matmuls here."""
     if device.type == "cuda":
-        for pattern, _, *peaks, source in GPUS.values():
+        for pattern, _, plain, fast, half, source in GPUS.values():
             if re.fullmatch(pattern, torch.cuda.get_device_name(device)):
-                peak = peaks[tf32 if dtype == torch.float32 else 2]
+                float32 = fast if tf32 else plain
+                peak = float32 if dtype == torch.float32 else half
                 return 1e12 * peak, f"NVIDIA {source}"
     n = 4096  # smaller ones are slower
     if device.type == "cpu":

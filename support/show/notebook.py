@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from model import GPT
 
 
-WORK = ("n-layer", "n-embd", "sequence-length", "total-batch-size", "max-steps")  # decide it
+WORK = ("n-layer", "n-embd", "sequence-length", "total-batch-size", "max-steps")  # decide the work
 
 
 def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
@@ -149,17 +149,14 @@ def table_of_runs(runs: list[LoggedRun]) -> Any:
     return pandas.DataFrame(rows).convert_dtypes().round(4)  # whole numbers stay whole
 
 
-def show_samples(runs: list[LoggedRun], most: int = 5) -> None:
-    """Prints samples of each run: its first, its last, and some between, more of the early ones.
-
-    most: how many steps of a run. All are in its report.md.
-    """
+def show_samples(runs: list[LoggedRun]) -> None:
+    """Prints samples of each run: its first, its last, and some between, more of the early ones."""
     for run in runs:
         steps, samples = run.series("samples", "samples")
         picked = list(range(len(steps)))
-        if len(steps) > most:
-            picked = [0, *np.geomspace(1, len(steps) - 1, most - 1).round().astype(int)]
-        for i in picked:
+        if len(steps) > 5:
+            picked = [0, *np.geomspace(1, len(steps) - 1, 4).round().astype(int)]
+        for i in picked:  # report.md has all
             print(f"\n== {run.name}, step {steps[i]:,}")
             print("\n--\n".join(samples[i]))
 
@@ -181,7 +178,7 @@ def plot_scaling(budgets: list[dict]) -> Any:
     by_size.set(xlabel="million parameters", ylabel=plots.LOSS)
     points = []
     for record in budgets:
-        flags = dict(flag[2:].split("=") for flag in record["flags"])
+        flags = dict(flag[2:].split("=") for flag in record["flags"] if "=" in flag)
         layers, C, T, B, steps = (int(flags[name]) for name in WORK)
         work = 6 * (12 * layers * C**2 + 4096 * C) + 12 * layers * C * T  # a token's
         ours = [run["points"][-1][2] for run in record["runs"] if run["name"] == "this repository"]

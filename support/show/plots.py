@@ -143,7 +143,7 @@ def draw_loss(axis: Any, runs: list[LoggedRun], beginning: bool = True) -> None:
         if "train" in streams:
             steps, losses = streams["train"]
             mean, deviation = average(losses)
-            few = np.linspace(0, len(steps) - 1, min(len(steps), 400)).astype(int)  # a picture's
+            few = np.linspace(0, len(steps) - 1, min(len(steps), 400)).astype(int)  # enough to see
             label = f"training {mean[-1]:.2f}" if alone else None
             axis.plot(steps[few] * unit, mean[few], **style, label=label)
             tops.append(mean[in_view(run, steps)].max())
@@ -185,7 +185,8 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
     whole = axis.inset_axes((0.045, 0, 0.23, 1), transform=across, in_layout=False)
     size = max(run.config.get("vocab_size", published.VOCAB_SIZE) for run in runs)
     levels = {math.log(size): f"all {size:,} tokens alike"}
-    known: dict = next((r["frequencies"] for r in runs[0].records if "frequencies" in r), {})
+    starts = [record for run in runs for record in starts_of(run.records)]
+    known: dict = next((r["frequencies"] for r in starts[::-1] if "frequencies" in r), {})
     if known:
         levels |= {known["entropy"]: "by their frequencies"}
         if known["kinds"] < 0.7 * size:  # else the two lines are one

@@ -84,7 +84,7 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
             cells = f"{theirs:.4f} | {own - theirs:+.4f}" if theirs else " | "
             lines.append(f"| {name} | {own:.4f} | {cells} |")
         parts.append("\n".join(lines))
-    samples = [show_samples(record) for record in of_type(records, "samples")]
+    samples = [format_samples(record) for record in of_type(records, "samples")]
     if len(samples) > 3:  # those between are there for who wants to see more
         between = f"<details><summary>samples at {len(samples) - 2} steps between</summary>"
         samples = [samples[0], between, *samples[1:-1], "</details>", samples[-1]]
@@ -92,7 +92,7 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     write_whole(log_dir / "report.md", ("\n\n".join(filter(None, parts)) + "\n").encode())
 
 
-def show_samples(record: dict) -> str:
+def format_samples(record: dict) -> str:
     texts = [indent(text.rstrip(), "    ") for text in record["samples"]]
     return "\n\n".join([f"## Samples after {record['step']:,} updates", *texts])
 

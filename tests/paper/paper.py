@@ -64,7 +64,7 @@ def run(name: str, script: str, *args: str, folder: Path) -> tuple[Any, list[str
         rows, problems = json.loads(result.read_text())
     else:
         errors = [line for line in done.stderr.splitlines() if "Error" in line]
-        rows, problems = [], [(errors or [f"it ends with {done.returncode}"])[-1]]
+        rows, problems = {}, [(errors or [f"it ends with {done.returncode}"])[-1]]
     print(f"{name}: {len(problems)} findings, {time.perf_counter() - start:.0f} s", flush=True)
     return rows, [f"{name}: {problem}" for problem in problems]
 
