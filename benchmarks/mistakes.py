@@ -20,13 +20,12 @@ from support.show import plots
 ROOT = Path(__file__).parent.parent
 OUT = Path("log/mistakes")
 FLAGS = ["--val-every", "40", "--sample-every", "40", "--average-frac", "0"]
-MISTAKES = {  # docs/mistakes/NAME.diff: what is drawn of it, and what one sees
-    "divided-twice": (plots.LOSS, "It begins at a quarter of ln 1,024 = 6.93"),
-    "backward-after-the-loop": ("gradient norm", "The norm of one micro-batch of four"),
-    "optimizer-of-another-model": (plots.LOSS, "No weight moves"),
-    "evaluation-in-the-time": ("tokens/s", "One slow update after each evaluation"),
+MISTAKES = {  # docs/mistakes/NAME.diff: what is drawn of it, its label, and what one sees
+    "divided-twice": ("loss", plots.LOSS, "It begins at a quarter of ln 1,024 = 6.93"),
+    "backward-after-the-loop": ("norm", "gradient norm", "The norm of one micro-batch of four"),
+    "optimizer-of-another-model": ("loss", plots.LOSS, "No weight moves"),
+    "evaluation-in-the-time": ("tokens_per_sec", "tokens/s", "Each evaluation slows an update"),
 }
-FIELDS = {plots.LOSS: "loss", "gradient norm": "norm", "tokens/s": "tokens_per_sec"}
 
 
 def train_with(name: str, flags: list[str]) -> LoggedRun:
@@ -45,14 +44,15 @@ def plot_mistakes(record: dict) -> Any:
     figure, axes = plots.new_figure(2, 2, 2.6)
     right, *wrong = record["runs"].items()
     for axis, (name, run) in zip(axes, wrong, strict=True):
-        label, seen = MISTAKES[name]
+        field, label, seen = MISTAKES[name]
+        first = int(field == "tokens_per_sec")  # the first update compiles
         for each, color, series in ("right", plots.BLUE, right[1]), (name, plots.RED, run):
-            values = series[FIELDS[label]]
-            first = int(label == "tokens/s")  # the first update compiles
-            axis.plot(range(first, len(values)), values[first:], color=color, label=each, lw=1)
-        axis.set(title=seen, ylabel=label, yscale="linear" if label == plots.LOSS else "log")
+            values = series[field][first:]
+            axis.plot(range(first, first + len(values)), values, color=color, label=each, lw=1)
+        axis.set(title=seen, ylabel=label)
+        if field == "norm":  # a batch with a large one would hide the others
+            axis.set(yscale="log", yticks=[0.3, 1, 3])
         axis.yaxis.set_major_formatter("{x:,g}")
-        axis.yaxis.set_minor_formatter("")
         axis.legend()
         plots.label_x(axis, "step")
     return figure

@@ -68,7 +68,7 @@ def test_the_notebook_walks_from_nothing_to_gpt2_and_through_what_a_run_leaves(
     model = GPT(GPTConfig(block_size=32, n_layer=2, n_head=2, n_embd=32))
     model.save_pretrained(tmp_path / "log" / "tiny" / "ckpt_000002")
     notebook = execute(tmp_path, monkeypatch)
-    assert pictures(notebook) == 14
+    assert pictures(notebook) == 15
     shown = text(notebook)
     assert "log/tiny/ckpt_000002: " in shown and not MACHINE_PATH.search(shown)
     first, last = re.search(
