@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.techniques import make_record, train
 from support.base.console import run_script
 from support.base.files import write_whole
@@ -24,7 +26,7 @@ MISTAKES = {  # docs/mistakes/NAME.diff: what is drawn of it, its label, and wha
     "divided-twice": ("loss", plots.LOSS, "It begins at a quarter of ln 1,024 = 6.93"),
     "backward-after-the-loop": ("norm", "gradient norm", "The norm of one micro-batch of four"),
     "optimizer-of-another-model": ("loss", plots.LOSS, "No weight moves"),
-    "evaluation-in-the-time": ("tokens_per_sec", "tokens/s", "Each evaluation slows an update"),
+    "evaluation-in-the-time": ("wall", "seconds an update", "Evaluations count as time of updates"),
 }
 
 
@@ -43,12 +45,15 @@ def plot_mistakes(record: dict) -> Any:
     """Draws each mistake in red over the right run in blue."""
     figure, axes = plots.new_figure(2, 2, 2.6)
     right, *wrong = record["runs"].items()
+    total = record["config"]["total_batch_size"]
     for axis, (name, run) in zip(axes, wrong, strict=True):
         field, label, seen = MISTAKES[name]
-        first = int(field == "tokens_per_sec")  # the first update compiles
         for each, color, series in ("right", plots.BLUE, right[1]), (name, plots.RED, run):
-            values = series[field][first:]
-            axis.plot(range(first, first + len(values)), values, color=color, label=each, lw=1)
+            values = np.array(series[field])
+            if field == "wall":
+                values = total / np.array(series["tokens_per_sec"])
+                values[0] = np.nan  # it compiles
+            axis.plot(values, color=color, label=each, linewidth=1)
         axis.set(title=seen, ylabel=label)
         if field == "norm":  # a batch with a large one would hide the others
             axis.set(yscale="log", yticks=[0.3, 1, 3])

@@ -122,6 +122,9 @@ def plot_training(runs: list[LoggedRun]) -> Any:
             axis.plot(steps, np.array(values) / unit, linewidth=1, label=run.name, **style)
         axis.set(ylabel=label, yscale=yscale)
         plots.label_x(axis, "step")
+        if len(runs) > 1:  # of other lengths
+            axis.set_xscale("symlog", linthresh=10)
+            axis.xaxis.set_major_formatter("{x:,g}")
         axis.legend()
         if yscale == "linear":
             axis.set_ylim(bottom=0)

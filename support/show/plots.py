@@ -185,12 +185,14 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
     whole = axis.inset_axes((0.045, 0, 0.23, 1), transform=across, in_layout=False)
     size = max(run.config.get("vocab_size", published.VOCAB_SIZE) for run in runs)
     levels = {math.log(size): f"all {size:,} tokens alike"}
+    if theirs := published.openai_loss(runs[0].config):
+        levels[theirs] = "OpenAI's"
     starts = [record for run in runs for record in starts_of(run.records)]
     known: dict = next((r["frequencies"] for r in starts[::-1] if "frequencies" in r), {})
     if known:
-        levels |= {known["entropy"]: "by their frequencies"}
+        levels |= {known["entropy"]: "by frequency"}
         if known["kinds"] < 0.7 * size:  # else the two lines are one
-            levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur alike"}
+            levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur"}
     for y, meaning in sorted(levels.items()):
         whole.axhline(y, linestyle="--", color=GREY, linewidth=1)
         place = dict(transform=whole.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
@@ -204,7 +206,7 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
                 whole.plot(steps * unit, losses, "o", color=ink, markersize=3, clip_on=False)
     whole.set_xscale("symlog", linthresh=max(units))  # 0 is on it
     end = max(whole.dataLim.x1, 10 * max(units))
-    decades = 10 ** np.arange(*np.ceil(np.log10([max(units), end])))
+    decades = 10 ** np.arange(np.ceil(np.log10(max(units))), np.floor(np.log10(end)) + 1)
     whole.set_xticks([0, *(decades[:: 1 + len(decades) // 5])])
     whole.xaxis.set_major_formatter("{x:,g}")
     whole.set_xlabel(axis.get_xlabel().partition(" (×")[0].partition(" (|")[0])
