@@ -222,7 +222,9 @@ def test_recomputing_activations_costs_a_quarter_of_the_speed():
 
 
 def test_a_record_of_bench_sets_the_speed(tmp_path):
-    rows = [{"name": "eager", "MFU": 0.2}, {"name": "all of it", "MFU": 0.5}]
+    rows = [{"name": "eager", "MFU": 0.2, "median": 1.0, "ms": 1.0}]
+    rows.append({"name": "float32", "MFU": 0.9, "median": 0.5, "ms": 2.0, "total": 0.5})
+    rows.append({"name": "all of it", "MFU": 0.5, "median": 2.5, "ms": 0.4, "total": 2.5})
     rows.append({"name": "large", "error": "no room"})
     record = dict(device={"name": "NVIDIA H100 80GB HBM3"}, config={"model": "gpt2"})
     record |= {"dtype": "bfloat16", "benchmarks": {"ladder": {"rows": rows}}}

@@ -41,6 +41,26 @@ def find_previous_token_head(patterns: np.ndarray) -> tuple[int, int, float]:
     return layer, head, float(before.max())
 
 
+def draw_weights(models: dict[str, GPT]) -> Any:
+    """Draws of each model a corner of wpe, three of its channels, and a corner of c_attn."""
+    figure, axes = plots.new_figure(len(models), 3, height=2.6)
+    for row, (name, each) in enumerate(models.items()):
+        image, channels, attention = axes[3 * row : 3 * row + 3]
+        wpe = each.transformer.wpe.weight.numpy(force=True)
+        c_attn = each.transformer.h[0].attn.c_attn.weight.numpy(force=True)
+        for axis, weights in (image, wpe), (attention, c_attn):
+            width = 3 * weights.std()
+            corner = weights[:128, :128]
+            axis.imshow(corner, aspect="auto", cmap="gray", vmin=-width, vmax=width)
+            axis.grid(False)
+        image.set(title=f"{name}: wpe", xlabel="channel", ylabel="position")
+        attention.set(title="c_attn, a corner", xlabel="in", ylabel="out")
+        for channel, color in (1, plots.BLUE), (2, plots.RED), (3, plots.GREY):
+            channels.plot(wpe[:, channel], linewidth=0.7, color=color)
+        channels.set(title="three channels of wpe", xlabel="position")
+    return figure
+
+
 def plot_positions(model: GPT) -> Any:
     """Draws position embeddings: singular values, and the strongest directions along positions."""
     figure, (values, waves) = plots.new_figure(1, 2)
