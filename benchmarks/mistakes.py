@@ -4,7 +4,6 @@ python -m benchmarks.mistakes    three minutes on two cores, after the quickstar
                                  FLAGS of train_gpt2.py change all runs. -> log/mistakes
 """
 
-import json
 import shutil
 import subprocess
 import tempfile
@@ -13,9 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.techniques import make_record, train
+from benchmarks.techniques import keep, make_record, train
 from support.base.console import run_script
-from support.base.files import write_whole
 from support.run.log import LoggedRun
 from support.show import plots
 
@@ -26,7 +24,7 @@ MISTAKES = {  # docs/mistakes/NAME.diff: what is drawn of it, its label, and wha
     "divided-twice": ("loss", plots.LOSS, "It begins at a quarter of ln 1,024 = 6.93"),
     "backward-after-the-loop": ("norm", "gradient norm", "The norm of one micro-batch of four"),
     "optimizer-of-another-model": ("loss", plots.LOSS, "No weight moves"),
-    "evaluation-in-the-time": ("wall", "seconds an update", "Evaluations count as time of updates"),
+    "evaluation-in-the-time": ("ms", "ms an update", "Evaluations count as time of updates"),
 }
 
 
@@ -45,13 +43,11 @@ def plot_mistakes(record: dict) -> Any:
     """Draws each mistake in red over the right run in blue."""
     figure, axes = plots.new_figure(2, 2, 2.6)
     right, *wrong = record["runs"].items()
-    total = record["config"]["total_batch_size"]
     for axis, (name, run) in zip(axes, wrong, strict=True):
         field, label, seen = MISTAKES[name]
         for each, color, series in ("right", plots.BLUE, right[1]), (name, plots.RED, run):
             values = np.array(series[field])
-            if field == "wall":
-                values = total / np.array(series["tokens_per_sec"])
+            if field == "ms":
                 values[0] = np.nan  # it compiles
             axis.plot(values, color=color, label=each, linewidth=1)
         axis.set(title=seen, ylabel=label)
@@ -65,9 +61,7 @@ def plot_mistakes(record: dict) -> Any:
 
 def main(args: list[str]) -> None:
     record = make_record({name or "right": train_with(name, args) for name in ("", *MISTAKES)})
-    write_whole(OUT / "mistakes.json", json.dumps(record).encode())
-    plots.save_picture(plot_mistakes(record), OUT / "mistakes.png")
-    print(f"record and picture: {OUT}/mistakes.json, .png")
+    keep(record, plot_mistakes(record), OUT / "mistakes")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The same run by different techniques: its losses are the same, its seconds are not.
 
-python -m benchmarks.techniques    ten minutes on two cores, after the quickstart has made its text.
+python -m benchmarks.techniques    eight minutes on two cores, once the quickstart has made its text
                                    FLAGS of train_gpt2.py change all runs. -> log/techniques
 """
 
@@ -54,9 +54,8 @@ def train(program: list[str], flags: list[str], log_dir: Path) -> LoggedRun:
     """Trains RUN with more flags, to its end. Raises UserError if it ends early."""
     print(f"{log_dir} …", file=sys.stderr)
     shutil.rmtree(log_dir, ignore_errors=True)  # an earlier run
-    run_process(
-        [sys.executable, *program, *RUN.split(), f"--log-dir={log_dir.resolve()}", *flags], log_dir
-    )
+    args = [*RUN.split(), f"--log-dir={log_dir.resolve()}", *flags]
+    run_process([sys.executable, *program, *args], log_dir)
     if not any(record["type"] == "end" for record in read_metrics(log_dir / METRICS)):
         raise UserError(f"{log_dir} ended early: see output.txt there")
     return read_run(log_dir)
@@ -75,13 +74,20 @@ def make_record(runs: dict[str, LoggedRun]) -> dict[str, Any]:
     """What is drawn of runs, by update, and where they were made."""
     about, *_ = next(iter(runs.values())).records
     record = {key: about[key] for key in ("device", "versions", "config")} | {"git": revision()}
-    series = ("loss", "norm", "tokens_per_sec", "wall")
+    series = ("loss", "norm", "ms", "wall")
     record["runs"] = {
         name: {field: [float(f"{x:.7g}") for x in run.series(field)[1]] for field in series}
         | {"skipped": run.series("skipped")[0]}  # float16 left these updates out, and their norms
         for name, run in runs.items()
     }
     return record
+
+
+def keep(record: dict, figure: Any, stem: Path) -> None:
+    """Writes a record and its picture, and says where."""
+    write_whole(stem.with_suffix(".json"), json.dumps(record).encode())
+    plots.save_picture(figure, stem.with_suffix(".png"))
+    print(f"record and picture: {stem}.json, .png")
 
 
 def differences(record: dict) -> dict[str, float]:
@@ -98,7 +104,7 @@ def table(record: dict) -> str:
     lines.append("|---|---|---|---|---|---|")
     for (name, run), far in zip(record["runs"].items(), differences(record).values(), strict=True):
         *_, bound = TECHNIQUES[name]
-        ms = 1000 * np.median(np.diff(run["wall"]))
+        ms = np.median(run["ms"][1:])  # the first update compiles
         cells = f"{run['loss'][-1]:.4f} | {far:.1e} | {bound:g} | {ms:.0f} | {len(run['skipped'])}"
         lines.append(f"| {name} | {cells} |")
     return "\n".join(lines)
@@ -125,9 +131,8 @@ def plot_techniques(record: dict) -> Any:
 
 def main(args: list[str]) -> None:
     record = make_record({name: train_by(name, args) for name in TECHNIQUES})
-    write_whole(OUT / "techniques.json", json.dumps(record).encode())
-    plots.save_picture(plot_techniques(record), OUT / "techniques.png")
-    print(f"{table(record)}\n\nrecord and picture: {OUT}/techniques.json, .png")
+    print(f"{table(record)}\n")
+    keep(record, plot_techniques(record), OUT / "techniques")
     if far := [name for name, x in differences(record).items() if not x <= TECHNIQUES[name][2]]:
         raise UserError(f"farther from the first run than rounding explains: {', '.join(far)}")
 

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from model import GPT
 
 
-WORK = ("n-layer", "n-embd", "sequence-length", "total-batch-size", "max-steps")  # decide the work
-
-
 def attention_patterns(model: GPT, idx: torch.Tensor) -> np.ndarray:
     """idx (1, T) int64 -> (n_layer, nh, T, T): how much position t looks at each of 0 to t."""
     layers = []  # of each layer: queries, keys and values, (1, T, 3C)
@@ -182,48 +179,3 @@ def show_samples(runs: list[LoggedRun]) -> None:
         for i in picked:  # report.md has all
             print(f"\n== {run.name}, step {steps[i]:,}")
             print("\n--\n".join(samples[i]))
-
-
-def plot_scaling(budgets: list[dict]) -> Any:
-    """Draws loss by the size of models that others trained, and by the work of our own runs.
-
-    budgets: records of benchmarks/race.py on one text. The titles say what twice as much gains.
-    """
-    figure, (by_size, by_work) = plots.new_figure(1, 2)
-    openai = published.OPENAI
-    millions = {"124M": 124.4, "350M": 354.8, "774M": 774.0, "1558M": 1557.6}
-    theirs = [(millions[size], loss) for size, loss in openai["val_loss"]["fineweb"].items()]
-    sizes = [(each["parameters"] / 1e6, each["val_loss"]) for each in openai["by_size"]]
-    others = draw_power_law(by_size, sizes, plots.BLUE, "one recipe on FineWeb-Edu")
-    their = draw_power_law(by_size, theirs, plots.RED, "OpenAI's, on FineWeb")
-    by_size.set_title(f"twice the size: {others:.0%} less loss, OpenAI's {their:.0%}")
-    by_size.set_xticks([x for x, _ in [*sizes, *theirs[2:]]])
-    by_size.set(xlabel="million parameters", ylabel=plots.LOSS)
-    points = []
-    for record in budgets:
-        flags = dict(flag[2:].split("=") for flag in record["flags"] if "=" in flag)
-        layers, C, T, B, steps = (int(flags[name]) for name in WORK)
-        work = 6 * (12 * layers * C**2 + 4096 * C) + 12 * layers * C * T  # a token's
-        ours = [run["points"][-1][2] for run in record["runs"] if run["name"] == "this repository"]
-        points.append((work * B * steps / 1e12, float(np.mean(ours))))
-    gain = draw_power_law(by_work, points, plots.BLUE, "1, 3 and 10 minutes of two cores")
-    by_work.set_title(f"twice the work: {gain:.0%} fewer bits")
-    by_work.set_xticks([x for x, _ in points])
-    by_work.set(xlabel="operations (10^12)", ylabel="bits per byte, Python's library")
-    return figure
-
-
-def draw_power_law(axis: Any, points: list[tuple], color: str, label: str) -> float:
-    """Draws points and a line a·x^b through them -> the part by which y falls where x doubles."""
-    x, y = np.transpose(points)
-    slope, height = np.polyfit(np.log(x), np.log(y), 1)
-    axis.set(xscale="log", yscale="log")
-    axis.plot(x, np.exp(height) * x**slope, color=color, linewidth=1)
-    axis.plot(x, y, "o", color=color, label=label, clip_on=False)
-    axis.minorticks_off()
-    axis.set_yticks(np.arange(0.9, 3.6, 0.1 if y.max() < 2 else 0.2).round(1))
-    axis.set_ylim(0.98 * min(axis.dataLim.y0, y.min()), 1.02 * max(axis.dataLim.y1, y.max()))
-    for scale in (axis.xaxis, axis.yaxis):
-        scale.set_major_formatter("{x:,.4g}")
-    axis.legend()
-    return 1 - 2**slope

@@ -167,12 +167,12 @@ def draw_loss(axis: Any, runs: list[LoggedRun], beginning: bool = True) -> None:
         axis.set_ylim(axis.dataLim.y0 - margin, max(tops) + margin)
     label_lines(axis)
     if beginning:
-        draw_beginning(axis, runs, units)
+        draw_beginning(axis, runs)
     else:
         axis.set_ylabel(LOSS)
 
 
-def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None:
+def draw_beginning(axis: Any, runs: list[LoggedRun]) -> None:
     """Draws whole curves at the left of draw_loss's axis, with more room for earlier updates.
 
     Dashed: what a model without weights can reach, the lecture's "easy gains".
@@ -183,6 +183,7 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
     figure.get_layout_engine().set(rect=(0.3, 0, 0.7, 1))
     across = blended_transform_factory(figure.transFigure, axis.transAxes)
     whole = axis.inset_axes((0.045, 0, 0.23, 1), transform=across, in_layout=False)
+    units = scale_x(whole, runs)
     size = max(run.config.get("vocab_size", published.VOCAB_SIZE) for run in runs)
     levels = {math.log(size): f"all {size:,} tokens alike"}
     if theirs := published.openai_loss(runs[0].config):
@@ -209,7 +210,6 @@ def draw_beginning(axis: Any, runs: list[LoggedRun], units: list[float]) -> None
     decades = 10 ** np.arange(np.ceil(np.log10(max(units))), np.floor(np.log10(end)) + 1)
     whole.set_xticks([0, *(decades[:: 1 + len(decades) // 5])])
     whole.xaxis.set_major_formatter("{x:,g}")
-    whole.set_xlabel(axis.get_xlabel().partition(" (×")[0].partition(" (|")[0])
     whole.set_title(LOSS, fontsize="medium")
 
 
