@@ -30,10 +30,11 @@ from tyro.conf import UseAppendAction
 
 from config import idle_settings
 from support.base.console import run_script, say
-from support.base.errors import UsageError, UserError, writing
+from support.base.errors import UsageError, UserError
 from support.base.files import hash_file, write_whole
 from support.base.flags import drop_flags, flag_of, parse_flags
-from support.run.log import LOG, read_run
+from support.base.programs import Program, find_places, last_line, run_programs
+from support.run.log import LOG, METRICS, read_metrics, read_run, starts_of
 from support.run.source_code import compare_code, hash_code, read_code
 from support.show import comparison, plots
 from support.text.token_files import find_shards, identify
@@ -49,12 +50,13 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t for 95%, by degre
 
 @dataclass(frozen=True)
 class CompareConfig:
-    """Trains every arm with the same seeds, one run after the other, and compares them."""
+    """Trains every arm with the same seeds, and compares them."""
 
     base: str = ""  # flags of train_gpt2.py; begin with @DIRECTORY to use another copy
     arm: UseAppendAction[tuple[str, ...]] = ()  # "name: flags", added to base's; repeat for more
     sweep: str = ""  # a setting to tune for every arm, such as learning_rate=4e-3,8e-3
     seeds: int = 4  # number of seeds; with --sweep, the first one tunes and the others judge
+    jobs: int = 1  # runs at once, each with a GPU of its own, or with its share of the cores
     out: Path = Path("log/compare")  # directory of the runs and the report
 
 
@@ -154,6 +156,12 @@ print(json.dumps([platform.python_version(), torch.__version__, name]))
     return json.loads(answer.stdout)
 
 
+def count_gpus(device: str) -> int:
+    import torch  # counting takes no memory of a GPU
+
+    return 0 if device == "cpu" else torch.cuda.device_count()
+
+
 def ask(copy: Path, flags: list[str]) -> tuple[dict[str, Any], str]:
     """The settings that flags mean to a copy, and its complaint, if it has one."""
     command = [sys.executable, "-c", ASK_SETTINGS, str(copy), *flags, "--resume=auto"]
@@ -212,32 +220,65 @@ def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list]:
 
 @dataclass
 class Trainer:
-    """Trains runs one after the other, and counts them."""
+    """Trains runs, as many at once as there are places, and counts them."""
 
     out: Path
     total: int  # number of runs; a sweep may add some
-    done: int = 0
+    places: list[dict[str, str]] = field(default_factory=lambda: [{}])  # see find_places
+    begun: int = 0
     seconds: float = 0.0  # that the longest run took: one that diverged is short
-    dtypes: dict[str, str] = field(default_factory=dict)  # what auto is: the first run measures it
+    first: dict[str, Path] = field(default_factory=dict)  # of each --dtype: it picks what auto is
     measure: str = "val_loss"  # that judges; bits_per_byte, if the arms' tokens differ
 
-    def run(self, arm: Arm, changes: dict) -> dict:
-        """Trains an arm with changed settings, unless it has been. Returns the outcome."""
-        directory = locate(arm, changes, self.out)
-        dtype = arm.settings["dtype"]
-        outcome = read_outcome(directory, self.measure)
-        if outcome is None:
-            minutes = math.ceil(self.seconds * (self.total - self.done) / 60)
-            left = f", about {minutes} min left" if minutes else ""
-            run = f"run {self.done + 1} of {self.total}{left}"
-            say(f"{run}: training {directory}, see output.txt there")
-            changes = changes | {"dtype": self.dtypes.get(dtype, dtype)}
-            outcome = train(arm, changes, directory, self.measure)
-        self.done += 1
-        self.seconds = max([self.seconds, *outcome["seconds"]])
-        self.dtypes[dtype] = outcome["dtype"]
-        say(f"{directory}: {comparison.show_loss(outcome['val_loss'])}")
-        return outcome
+    def run(self, runs: list[tuple[Arm, dict]]) -> list[dict]:
+        """Trains arms with changed settings, unless they have been. Returns their outcomes."""
+        named = {locate(arm, changes, self.out): (arm, changes) for arm, changes in runs}
+        outcomes: dict[Path, dict] = {}
+
+        def take_in(directory: Path, outcome: dict) -> None:
+            outcomes[directory] = outcome
+            self.seconds = max([self.seconds, *outcome["seconds"]])
+            say(f"{directory}: {comparison.show_loss(outcome['val_loss'])}")
+
+        for directory, (arm, _) in named.items():
+            if outcome := read_outcome(directory, self.measure):
+                self.begun += 1
+                self.first.setdefault(arm.settings["dtype"], directory)
+                take_in(directory, outcome)
+        missing = [directory for directory in named if directory not in outcomes]
+
+        def start_next() -> Program | None:
+            if not missing:
+                return None
+            directory = missing[0]
+            arm, changes = named[directory]
+            dtype = arm.settings["dtype"]
+            first = self.first.setdefault(dtype, directory)
+            if first != directory and not (dtype := find_dtype(first)):
+                return None  # the first run has not picked it yet
+            self.announce(missing.pop(0))
+            return train(arm, changes | {"dtype": dtype}, directory)
+
+        for directory in run_programs(start_next, self.places):
+            if not (outcome := read_outcome(directory, self.measure)):
+                own = "compare.py sets --log-dir and --resume"
+                advice = f"({own}; to begin this run again, delete its folder)"
+                raise UserError(f"{directory}: {last_line(directory)}\n{advice}")
+            take_in(directory, outcome)
+        return [outcomes[directory] for directory in named]
+
+    def announce(self, directory: Path) -> None:
+        minutes = math.ceil(self.seconds * (self.total - self.begun) / len(self.places) / 60)
+        left = f", about {minutes} min left" if minutes else ""
+        self.begun += 1
+        run = f"run {self.begun} of {self.total}{left}"
+        say(f"{run}: training {directory}, see output.txt there")
+
+
+def find_dtype(directory: Path) -> str:
+    """The precision of a run that has begun; empty before."""
+    starts = starts_of(read_metrics(directory / METRICS, updates=False))
+    return starts[0]["dtype"] if starts else ""
 
 
 def locate(arm: Arm, changes: dict, out: Path) -> Path:
@@ -247,33 +288,13 @@ def locate(arm: Arm, changes: dict, out: Path) -> Path:
     return out / arm.name / "_".join([*changed, hashlib.sha256(everything).hexdigest()[:8]])
 
 
-def train(arm: Arm, changes: dict, directory: Path, measure: str) -> dict:
-    """Trains a run, or the rest of one that was interrupted. Returns its outcome."""
+def train(arm: Arm, changes: dict, directory: Path) -> Program:
+    """What trains a run, or the rest of one that was interrupted."""
     if hash_code(arm.copy) != arm.settings["code"]:
         raise UserError(f"{arm.copy} has changed since the start: repeat the command")
     settings = changes | {"log-dir": directory, "resume": "auto"}
     flags = arm.flags + [f"--{setting}={value}" for setting, value in settings.items()]
-    run_process([sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory)
-    outcome = read_outcome(directory, measure)
-    if outcome is None:
-        output = (directory / "output.txt").read_text(errors="replace").strip()
-        last = (output or "ended early").splitlines()[-1]
-        own = "compare.py sets --log-dir and --resume; to begin this run again, delete its folder"
-        raise UserError(f"{directory}: {last}\n({own})")
-    return outcome
-
-
-def run_process(command: list[str], directory: Path) -> None:
-    """Runs a training to its end. If this process is interrupted, the training saves and stops."""
-    with writing(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with open(directory / "output.txt", "ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        process.wait()
-    finally:
-        process.terminate()  # if this process is interrupted; else it has no effect
-        process.wait()
+    return [sys.executable, f"{arm.copy}/train_gpt2.py", *flags], directory
 
 
 def read_outcome(directory: Path, measure: str) -> dict | None:
@@ -300,18 +321,23 @@ def read_outcome(directory: Path, measure: str) -> dict | None:
     )
 
 
-def tune(arm: Arm, sweep: str, values: list, seed: int, trainer: Trainer) -> None:
-    """Tries the values, then up to 8 more until the best one is not at an end."""
+def tune(arms: list[Arm], sweep: str, values: list, seed: int, trainer: Trainer) -> None:
+    """Tries the values, then up to 8 more for each arm until its best one is not at an end."""
     most = len(values) + 8
-    while values and len(arm.tried) < most:
-        losses = [trainer.run(arm, {sweep: value, "seed": seed})["val_loss"] for value in values]
-        arm.tried = sorted([*arm.tried, *zip(values, losses, strict=True)])
-        best, _ = min(arm.tried, key=lambda tried: tried[1] or math.inf)
-        arm.tuned = {sweep: best}
-        values = widen([value for value, _ in arm.tried], best)
-        if any(ask(arm.copy, [*arm.flags, f"--{sweep}={value}"])[1] for value in values):
-            return  # it is the end of what the setting can be
-        trainer.total += len(values)
+    tries = [(arm, value) for arm in arms for value in values]
+    while tries:
+        outcomes = trainer.run([(arm, {sweep: value, "seed": seed}) for arm, value in tries])
+        for (arm, value), outcome in zip(tries, outcomes, strict=True):
+            arm.tried = sorted([*arm.tried, (value, outcome["val_loss"])])
+        tries = []
+        for arm in arms:
+            best, _ = min(arm.tried, key=lambda tried: tried[1] or math.inf)
+            arm.tuned = {sweep: best}
+            for value in widen([value for value, _ in arm.tried], best):
+                can_be = not ask(arm.copy, [*arm.flags, f"--{sweep}={value}"])[1]
+                if can_be and len(arm.tried) < most:
+                    tries.append((arm, value))
+        trainer.total += len(tries)
 
 
 def widen(tried: list, best: float) -> list:
@@ -323,18 +349,19 @@ def widen(tried: list, best: float) -> list:
     return [beyond] if beyond not in (0, best) else []
 
 
-def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path) -> dict:
+def compare(arms: list[Arm], sweep: str, values: list, seeds: int, out: Path, places: list) -> dict:
     """Trains what is missing. Returns the content of compare.json."""
     seed = arms[0].settings["seed"]
     judging = range(seed + 1 if sweep else seed, seed + seeds)
     same_data = all(arm.settings["data"] == arms[0].settings["data"] for arm in arms)
     measure = "val_loss" if same_data else "bits_per_byte"
-    trainer = Trainer(out, len(arms) * (len(values) + len(judging)), measure=measure)
-    for arm in arms:
-        tune(arm, sweep, values, seed, trainer)
-    for judge in judging:
-        for arm in arms:  # in turn: a slow hour slows all arms
-            arm.runs.append(trainer.run(arm, arm.tuned | {"seed": judge}))
+    total = len(arms) * (len(values) + len(judging))
+    trainer = Trainer(out, total, places, measure=measure)
+    tune(arms, sweep, values, seed, trainer)
+    # in turn: a slow hour slows all arms
+    turns = [(arm, arm.tuned | {"seed": judge}) for judge in judging for arm in arms]
+    for (arm, _), outcome in zip(turns, trainer.run(turns), strict=True):
+        arm.runs.append(outcome)
     for arm in arms[1:]:
         arm.against = compare_pairs(arm.name, arm.runs, arms[0].runs)
     return dict(
@@ -406,11 +433,12 @@ def main(args: list[str]) -> None:
         refuse_other_comparison(config.out, {arm.name for arm in arms})
         if config.seeds < (3 if sweep else 2):
             raise UserError("--seeds: at least 2 to judge, and 1 more to tune a --sweep")
+        places = find_places(config.jobs, count_gpus(arms[0].settings["device"]))
     except ValueError as error:  # a UserError, or "No closing quotation"
         raise UsageError(str(error)) from error
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out = config.out
-    result = compare(arms, sweep, values, config.seeds, out)
+    result = compare(arms, sweep, values, config.seeds, out, places)
     result["command"] = f"python compare.py {shlex.join(args)}"
     page = comparison.format_page(result)
     for arm in arms:

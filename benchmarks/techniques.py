@@ -17,11 +17,11 @@ import torch.nn.functional as F
 
 import train_gpt2
 from benchmarks import peers
-from compare import run_process
 from support.base.console import run_script
 from support.base.errors import UserError
 from support.base.files import write_whole
 from support.base.process import revision
+from support.base.programs import run_program
 from support.run.log import METRICS, LoggedRun, read_metrics, read_run
 from support.show import plots
 
@@ -55,9 +55,9 @@ def train(program: list[str], flags: list[str], log_dir: Path) -> LoggedRun:
     print(f"{log_dir} …", file=sys.stderr)
     shutil.rmtree(log_dir, ignore_errors=True)  # an earlier run
     args = [*RUN.split(), f"--log-dir={log_dir.resolve()}", *flags]
-    run_process([sys.executable, *program, *args], log_dir)
+    last = run_program([sys.executable, *program, *args], log_dir)
     if not any(record["type"] == "end" for record in read_metrics(log_dir / METRICS)):
-        raise UserError(f"{log_dir} ended early: see output.txt there")
+        raise UserError(f"{log_dir} ended early: {last}")
     return read_run(log_dir)
 
 

@@ -16,6 +16,7 @@ from contract import call
 
 import compare
 from compare import Arm, Trainer
+from support.base import programs
 from support.base.errors import UsageError, UserError
 from support.run import checkpoint, source_code
 from support.run.log import read_run
@@ -26,12 +27,36 @@ from support.show.report import of_type
 FLAGS = " ".join([*TINY, "--max-steps 40 --val-every 20 --val-tokens 320 --learning-rate 1e-3"])
 
 
-def train_warm(command, directory) -> None:
-    """A run in a fork of a warm process, for tests that are not about processes."""
-    directory.mkdir(parents=True, exist_ok=True)
-    done = warm_server().run("train_gpt2.py", *command[2:])
-    with open(directory / "output.txt", "a") as output:
-        output.write(done.stdout + done.stderr)
+def train_warm(take, _places):
+    """Trains in forks of a warm process, for tests that are not about processes."""
+    while program := take():
+        command, directory = program
+        directory.mkdir(parents=True, exist_ok=True)
+        done = warm_server().run("train_gpt2.py", *command[2:])
+        with open(directory / "output.txt", "a") as output:
+            output.write(done.stdout + done.stderr)
+        yield directory
+
+
+def pretend(monkeypatch, outcome) -> None:
+    """Nothing is trained: outcome(arm, changes, directory) is what a run ends with."""
+    finished = {}
+
+    def train(arm, changes, directory):
+        finished[directory] = outcome(arm, changes, directory)
+        return [], directory
+
+    def run_programs(take, _places):
+        while program := take():
+            yield program[1]
+
+    def find_dtype(directory):
+        return finished[directory]["dtype"] if directory in finished else ""
+
+    monkeypatch.setattr(compare, "train", train)
+    monkeypatch.setattr(compare, "run_programs", run_programs)
+    monkeypatch.setattr(compare, "find_dtype", find_dtype)
+    monkeypatch.setattr(compare, "read_outcome", lambda directory, _: finished.get(directory))
 
 
 @pytest.fixture
@@ -129,17 +154,17 @@ def test_the_page_is_that_of_the_committed_records(record):
 
 
 def test_a_sweep_is_widened_by_its_own_ratio_until_the_best_is_inside(tmp_path, monkeypatch):
-    def train(arm, changes, *_):
+    def outcome(_arm, changes, _directory):
         value = changes["lr"]
         loss = None if value > 0.05 else abs(value / best - 1)  # or diverged
         return dict(val_loss=loss, dtype="float32", seconds=[])
 
     def tune(*values) -> tuple[float, list]:
+        pretend(monkeypatch, outcome)
         arm = Arm("base", tmp_path, [], dict(dtype="float32"))
-        compare.tune(arm, "lr", list(values), 1, Trainer(tmp_path, total=len(values)))
+        compare.tune([arm], "lr", list(values), 1, Trainer(tmp_path, total=len(values)))
         return arm.tuned["lr"], arm.tried
 
-    monkeypatch.setattr(compare, "train", train)
     monkeypatch.setattr(compare, "ask", lambda _, flags: ({}, "0.000125" in flags[-1]))
     best = 0.017
     assert tune(1e-3, 2e-3)[0] == 0.016
@@ -189,7 +214,7 @@ def made(corpus, tmp_path_factory) -> tuple[Path, list[str], dict]:
         process.communicate()
     assert not (out / "compare.json").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compare, "run_process", train_warm)
+        patch.setattr(compare, "run_programs", train_warm)
         compare.main(flags)
     arms = json.loads((out / "compare.json").read_text())["arms"]
     return out, flags, {arm["name"]: arm["against"] for arm in arms}
@@ -215,7 +240,7 @@ def test_a_finished_comparison_trains_nothing_and_writes_the_same_report(
 ):
     out, flags, _ = made
     before = json.loads((out / "compare.json").read_text())
-    monkeypatch.setattr(compare, "run_process", None)
+    monkeypatch.setattr(compare, "train", None)
     compare.main(flags)
     assert json.loads((out / "compare.json").read_text())["arms"] == before["arms"]
     report = (out / "compare.md").read_text()
@@ -261,15 +286,11 @@ def test_another_copy_has_its_own_flags_and_is_refused_once_it_changes(
     base = read_base(corpus)
     arm = compare.read_arm("mine", f"@{copy} --activation relu", base.flags)
     assert arm.settings["activation"] == "relu" and arm.settings["code"] != base.settings["code"]
-    started = []
-    monkeypatch.setattr(compare, "run_process", lambda command, _: started.append(command[1]))
-    (tmp_path / "output.txt").touch()
-    with pytest.raises(UserError, match="ended early"):
-        compare.train(arm, {"seed": 1}, tmp_path, "val_loss")
-    assert started == [str(copy / "train_gpt2.py")]
+    command, _ = compare.train(arm, {"seed": 1}, tmp_path)
+    assert command[1] == str(copy / "train_gpt2.py")
     (copy / "model.py").write_text("changed = True\n")
     with pytest.raises(UserError, match="has changed since the start"):
-        compare.train(arm, {"seed": 1}, tmp_path, "val_loss")
+        compare.train(arm, {"seed": 1}, tmp_path)
 
 
 def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
@@ -282,7 +303,7 @@ def test_the_page_has_the_revision_of_a_changed_copy_and_its_changes_beside_it(
     (copy / "support" / "machine" / "new.py").write_text("new = True")
     about = dict(git="1234567", device=dict(name="a CPU"), dtype="float32")
     outcome = curve(9, 5) | dict(directory="run", git="7654321-dirty", dtype="float32")
-    monkeypatch.setattr(compare, "train", lambda *_: outcome)
+    pretend(monkeypatch, lambda *_: outcome)
     monkeypatch.setattr(compare, "read_run", lambda _: SimpleNamespace(records=[about]))
     flags = ["--base", f"{FLAGS} --data-dir {corpus}", "--out", str(tmp_path)]
     compare.main([*flags, "--arm", "same:", "--arm", f"relu: @{copy}"])
@@ -330,83 +351,145 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
         '{"type": "train", "step": 49}',
     ]
 
-    def run(_command, directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "log.txt").touch()
-        (directory / "metrics.jsonl").write_text("\n".join([*records, ""]))
-        (directory / "output.txt").write_text("train_gpt2.py: step 50: the reason\n\n")
+    def run(take, _places):
+        if program := take():
+            _command, directory = program
+            directory.mkdir(parents=True, exist_ok=True)
+            (directory / "log.txt").touch()
+            (directory / "metrics.jsonl").write_text("\n".join([*records, ""]))
+            (directory / "output.txt").write_text(f"{printed}\n\n")
+            yield directory
 
     def train() -> dict:
-        return Trainer(tmp_path, total=1).run(arm, {"seed": 1})
+        [outcome] = Trainer(tmp_path, total=1).run([(arm, {"seed": 1})])
+        return outcome
 
+    printed = ""
     arm = Arm("base", ROOT, [], dict(code=source_code.hash_code(ROOT), dtype="float32"))
-    monkeypatch.setattr(compare, "run_process", run)
-    told = r"""base/seed=1_.*: train_gpt2.py: step 50: the reason
+    monkeypatch.setattr(compare, "run_programs", run)
+    told = r"""base/seed=1_.*: {}
 \(compare.py sets --log-dir and --resume; to begin this run again, delete its folder\)$"""
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=told.format("ended early")):
+        train()
+    printed = "train_gpt2.py: step 50: the reason"
+    with pytest.raises(UserError, match=told.format(printed)):
         train()
     records.append('{"type": "diverged", "step": 50, "reason": "50 updates in a row were skipped"}')
     assert train()["val_loss"] is None
-    monkeypatch.setattr(compare, "run_process", None)
+    monkeypatch.setattr(compare, "train", None)
     assert train()["val_loss"] is None, "it is not trained again"
 
 
 def test_the_line_before_a_run_says_how_far_the_comparison_is(tmp_path, monkeypatch, capsys):
     """Finished runs count too. The sweep's best is at its end, so it adds a run."""
 
-    def train(arm, changes, directory, _):
+    def outcome(arm, changes, _):
         loss = 1 / changes.get("lr", 1) if len(arm.tried) < 3 else 9.0
         return dict(val_loss=loss, dtype="float32", seconds=[0, 200.0])
 
-    finished = dict(val_loss=5.0, dtype="float32", seconds=[])
-
-    def read_outcome(directory, _):
-        return None if "new" in directory.parts else finished
-
-    monkeypatch.setattr(compare, "read_outcome", read_outcome)
-    monkeypatch.setattr(compare, "train", train)
+    pretend(monkeypatch, outcome)
     monkeypatch.setattr(compare, "ask", lambda *_: ({}, ""))
     base, new = (Arm(name, tmp_path, [], dict(dtype="float32")) for name in ("base", "new"))
     trainer = Trainer(tmp_path, total=5)
-    trainer.run(base, {"seed": 1})
-    compare.tune(new, "lr", [1.0, 2.0], 1, trainer)
+    Trainer(tmp_path, total=1).run([(base, {"seed": 1})])
+    capsys.readouterr()
+    trainer.run([(base, {"seed": 1})])
+    compare.tune([new], "lr", [1.0, 2.0], 1, trainer)
+    compare.tune([new], "lr", [3.0], 1, Trainer(tmp_path, 4, [{}, {}], seconds=200.0))
     lines = [line for line in capsys.readouterr().out.splitlines() if "training" in line]
-    assert [line.partition(": training ")[0] for line in lines][:3] == [
-        "run 2 of 5",
+    found = [line.partition(": training ")[0] for line in lines]
+    assert found[:3] == [f"run {i} of {n}, about 14 min left" for i, n in ((2, 5),)] + [
         "run 3 of 5, about 10 min left",
         "run 4 of 6, about 10 min left",
     ]
+    assert "run 1 of 4, about 7 min left" in found, "two at once take half the time"
 
 
 def test_arms_with_dtype_auto_share_the_precision_that_the_first_run_measured(
     tmp_path, monkeypatch
 ):
-    def train(arm, changes, directory, _):
+    def outcome(_arm, changes, _directory):
         flags.append(changes["dtype"])
         name = "bfloat16" if changes["dtype"] == "auto" else changes["dtype"]
-        finished[directory] = dict(val_loss=5.0, dtype=name, seconds=[])
-        return finished[directory]
+        return dict(val_loss=5.0, dtype=name, seconds=[])
 
-    flags, finished = [], {}
-    monkeypatch.setattr(compare, "read_outcome", lambda directory, _: finished.get(directory))
-    monkeypatch.setattr(compare, "train", train)
+    flags = []
+    pretend(monkeypatch, outcome)
     arms = [Arm(dtype, ROOT, [], dict(dtype=dtype)) for dtype in ("auto", "float16")]
     for seeds in ([1, 2], [1, 2, 3]):  # the command is repeated, with a seed more
-        trainer = Trainer(tmp_path, total=6)
-        for seed in seeds:
-            for arm in arms:
-                trainer.run(arm, {"seed": seed})
+        Trainer(tmp_path, total=6).run([(arm, {"seed": seed}) for seed in seeds for arm in arms])
     assert flags == ["auto", "float16", "bfloat16", "float16", "bfloat16", "float16"]
 
 
-def test_who_interrupts_a_comparison_interrupts_its_run(tmp_path, monkeypatch):
-    def wait(process):
-        monkeypatch.undo()
-        raise KeyboardInterrupt
+# -- several runs at once
 
-    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+
+def test_each_run_has_a_gpu_or_its_share_of_the_cores(monkeypatch):
+    monkeypatch.setattr(programs, "usable_cores", lambda: 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert programs.find_places(1, gpus=3) == [{}], "all of them"
+    assert programs.find_places(2, gpus=0) == [{"OMP_NUM_THREADS": "2"}] * 2
+    gpus = [{"CUDA_VISIBLE_DEVICES": str(i)} for i in range(2)]
+    assert programs.find_places(2, gpus=3) == gpus
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6,GPU-1f")
+    assert programs.find_places(2, gpus=2)[1] == {"CUDA_VISIBLE_DEVICES": "GPU-1f"}
+    for jobs, gpus, words in ((0, 2, "2 GPUs"), (3, 2, "2 GPUs"), (6, 0, "5 cores")):
+        with pytest.raises(UserError, match=f"--jobs {jobs}: this machine has {words}"):
+            programs.find_places(jobs, gpus)
+
+
+def test_programs_run_at_once_in_places_of_their_own_and_the_next_begins_when_one_ends(tmp_path):
+    """Three programs in two places. The first two end only once both have begun."""
+    wait = "import os, pathlib, time\nprint(os.environ['PLACE'], flush=True)\n"
+    wait += f"while len(list(pathlib.Path({str(tmp_path)!r}).iterdir())) < 2: time.sleep(0.01)"
+    commands = iter([([sys.executable, "-c", wait], tmp_path / name) for name in "abc"])
+    places = [{"PLACE": "left"}, {"PLACE": "right"}]
+    ended = [*programs.run_programs(lambda: next(commands, None), places)]
+    assert sorted(ended) == [tmp_path / name for name in "abc"] and ended[2].name == "c"
+    assert sorted(map(programs.last_line, ended[:2])) == ["left", "right"]
+
+
+def test_who_interrupts_a_comparison_interrupts_its_runs(tmp_path):
+    save = "import signal, sys, time\n"
+    save += "signal.signal(signal.SIGTERM, lambda *_: sys.exit('saved'))\n"
+    save += "print('began', flush=True); time.sleep(10**6)"
+    commands = iter([([sys.executable, "-c", save], tmp_path / name) for name in "ab"])
+
+    def take():
+        if program := next(commands, None):
+            return program
+        if all((tmp_path / name / "output.txt").read_text() for name in "ab"):
+            raise KeyboardInterrupt
+        return None
+
     with pytest.raises(KeyboardInterrupt):  # not after these days
-        compare.run_process([sys.executable, "-c", "import time; time.sleep(10**6)"], tmp_path)
+        [*programs.run_programs(take, [{}] * 3)]
+    assert [programs.last_line(tmp_path / name) for name in "ab"] == ["saved"] * 2
+
+
+def test_runs_at_once_wait_for_the_first_to_pick_the_precision_and_end_as_one_after_the_other(
+    corpus, tmp_path, monkeypatch
+):
+    """An interrupted comparison goes on with another number of jobs, and its losses stay."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arm = read_base(corpus, "--max-steps 4 --val-every 4 --dtype auto")
+    runs = [(arm, {"seed": seed}) for seed in (1, 2, 3)]
+    begun = []
+
+    def seen(*args):
+        begun.append((args[1]["dtype"], sorted(tmp_path.glob("two/base/*/metrics.jsonl"))))
+        return compare_train(*args)
+
+    compare_train = compare.train
+    monkeypatch.setattr(compare, "train", seen)
+    two = programs.find_places(2, gpus=0)
+    outcomes = Trainer(tmp_path / "two", 3, two).run(runs[:2])
+    assert [dtype for dtype, _ in begun] == ["auto", outcomes[0]["dtype"]]
+    assert len(begun[1][1]) == 1, "the first run has picked it, and may not have ended"
+    outcomes = Trainer(tmp_path / "two", 3).run(runs)
+    assert len(begun) == 3
+    alone = Trainer(tmp_path / "one", 3, first={"auto": outcomes[0]["directory"]}).run(runs)
+    assert [run["losses"] for run in outcomes] == [run["losses"] for run in alone]
 
 
 # -- other vocabularies
@@ -426,7 +509,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
             "fineweb.py", "--source", tmp_path / "b.txt", "--data-dir", tmp_path / name, *flags
         )
         assert done.returncode == 0, done
-    monkeypatch.setattr(compare, "run_process", train_warm)
+    monkeypatch.setattr(compare, "run_programs", train_warm)
     base = f"{FLAGS} --data-dir {tmp_path}/own --val-tokens"
     for arm, val_tokens, words in (
         ("other", 10**6, "must hold out the same text"),
@@ -469,6 +552,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a:", "--sweep", "beta2=0.9,1"], "base cannot have 1.0\n"),
         (["a: --optimizer muon", "--sweep", "embedding_lr=2,4"], "base cannot have 2.0"),
         (["a:", "--sweep", "n_head=2,3"], "cannot have 3\nn_embd 16 is not a multiple"),
+        (["a:", "--jobs", "999"], "--jobs 999: this machine has"),
         (["a:", "--seeds", "2", "--sweep", "learning_rate=1,2"], "1 more to tune"),
         (["a:", "--sweep", "learning_rate=1"], "values above 0"),
         (["a:", "--sweep", "shuffle=1,2"], "shuffle is no number"),
