@@ -7,8 +7,9 @@ python compare.py --base "--preset quickstart" --arm "mine: @../my-copy --n-head
 An arm has the base's flags and its own. @DIRECTORY trains it with another copy of this repository.
 Runs of one seed read the same data in the same order and, if their architecture is the same, start
 from the same weights. So compare.py judges the difference between two runs of one seed.
-Arms with --dtype auto share the precision that the first of their runs picks. OUT receives the
-runs, the report and the changes of each copy as NAME.diff. To continue, repeat the command.
+Arms with --dtype auto share the precision that the first of their runs picks. --jobs 8 trains eight
+runs at once, each with a GPU of its own. OUT receives the runs, the report and the changes of each
+copy as NAME.diff. To continue, repeat the command, with any --jobs.
 """
 
 import hashlib

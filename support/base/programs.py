@@ -67,11 +67,10 @@ def start(command: list[str], directory: Path, place: dict[str, str]) -> subproc
             return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
 
 
-def run_program(command: list[str], directory: Path) -> str:
+def run_program(command: list[str], directory: Path, place: dict[str, str] | None = None) -> str:
     """Runs one program to its end. Returns the last line that it printed."""
     programs = iter([(command, directory)])
-    for _ in run_programs(lambda: next(programs, None), [{}]):
-        pass
+    [_] = run_programs(lambda: next(programs, None), [place or {}])
     return last_line(directory)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parents[2]
 # no result depends on tests, pages and records of results; the last three are never in git
-NO_CODE = {"tests", "docs", "benchmarks", "runs", ".md", ".ipynb", "data", "log", "venv"}
+NO_CODE = {"tests", "docs", "benchmarks", "records", "runs", ".md", ".ipynb", "data", "log", "venv"}
 
 
 def read_code(copy: Path) -> dict[str, bytes]:

@@ -1,0 +1,330 @@
+"""The race of two cores: measures an entry of records/ beside the record to beat, or checks it.
+
+python -m benchmarks.records                          prints the table of records/README.md
+python -m benchmarks.records --measure records/mine   -> records/mine/record.json
+python -m benchmarks.records --check records/mine     -> log/records/mine/check.json
+
+An entry is a revision of this repository, the changes in its change.diff, and flags. It takes turns
+with the record: short runs say how many updates fit the time, then each seed trains both. No run
+finds the held-out text; transformers opens the checkpoints, and this program scores them. To
+continue, repeat the command.
+"""
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from benchmarks import peers
+from benchmarks.race import TURNS, pace, write_tokens
+from compare import compare_pairs, interval, name_machine
+from support.base.console import run_script, say
+from support.base.errors import UserError, reading
+from support.base.files import write_whole
+from support.base.flags import Positive, Range, parse_flags
+from support.base.programs import run_program
+from support.run.log import METRICS, read_metrics
+from support.run.source_code import HERE
+from support.show.comparison import show_interval
+from support.text.sources import TINYSHAKESPEARE, TRAINING_CHARS
+from support.text.token_files import find_shards
+from support.text.tokenizer import gpt2, tokenizer_of_data
+
+RECORDS = HERE / "records"
+OUT = Path("log/records")
+TRIAL = 160  # updates of a short run
+SCORES = 8  # of a whole run
+CLOCKS = 1.15  # of the record's time by our clock may an entry take: paces are not exact
+
+
+@dataclass(frozen=True)
+class RecordsConfig:
+    """Measures or checks an entry of the race of two cores. Without either, prints the table."""
+
+    measure: str = ""  # an entry's folder: trains it and the record to beat with seeds 1, 2, …
+    check: str = ""  # a measured entry's folder: trains both with seeds that are drawn now
+    # more of them show smaller gains; 0 only writes down what is to be checked
+    seeds: Annotated[int, Range(0, 100)] = 4
+    # of an entry that is measured:
+    revision: str = "HEAD"  # what its change.diff is applied to
+    flags: str = "--preset quickstart"  # of train_gpt2.py
+    data: str = "--vocab-size 1024"  # of fineweb.py
+    beside: str = ""  # the entry to beat; by default the newest one before it that holds
+    minutes: Positive = 3.0  # of training
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is trained."""
+
+    name: str
+    revision: str
+    flags: str
+    data: str
+    change: str  # the SHA-256 of its change.diff; empty if there is none
+
+
+def define(config: RecordsConfig, folder: Path) -> dict[str, Any]:
+    """The beginning of a new record.json."""
+    revision = git(HERE, "rev-parse", "--short", f"{config.revision}^{{commit}}").strip()
+    entry = Entry(folder.name, revision, config.flags, config.data, hash_change(folder))
+    beside = asdict(entry)  # if it is the first
+    for name, record in find_records().items():
+        holds = name < folder.name and judge(record)[0] in ("the first", "holds")
+        if name == config.beside or (holds and not config.beside):
+            beside = record["entry"]
+    return dict(entry=asdict(entry), beside=beside, minutes=config.minutes)
+
+
+def define_check(folder: Path) -> dict[str, Any]:
+    """The beginning of a check.json: what a measured entry's record.json says."""
+    with reading(folder / "record.json", "measure it first: --measure"):
+        record = json.loads((folder / "record.json").read_bytes())
+        defined = {key: record[key] for key in ("entry", "beside", "minutes")}
+    if hash_change(folder) != record["entry"]["change"]:
+        problem = f"{folder}: change.diff is not the one that record.json was made with"
+        raise UserError(f"{problem}: delete record.json, and measure it again")
+    return defined
+
+
+def hash_change(folder: Path) -> str:
+    change = folder / "change.diff"
+    return hashlib.sha256(change.read_bytes()).hexdigest() if change.exists() else ""
+
+
+def find_records() -> dict[str, dict]:
+    """Each entry's check by its name, in order; without one no runs: an author's do not count."""
+    found = {}
+    for file in sorted(RECORDS.glob("*/record.json")):
+        check = file.with_name("check.json")
+        defined = json.loads(file.read_bytes()) | dict(runs=[])
+        found[file.parent.name] = json.loads(check.read_bytes()) if check.exists() else defined
+    return found
+
+
+# -- what no entry does for itself: its copy, its text, its clock, its scores
+
+
+def git(clone: Path, *args: str) -> str:
+    done = subprocess.run(["git", "-C", str(clone), *args], capture_output=True, text=True)
+    if done.returncode:
+        raise UserError(f"git {shlex.join(args)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def prepare(entry: Entry, change: Path, place: Path) -> None:
+    """Makes the entry's copy and, with its own code, its tokens. Takes what it is scored on away.
+
+    Raises UserError if the tokens are not Tiny Shakespeare's as nanoGPT splits it, or if the
+    vocabulary knows more than the text for training.
+    """
+    code, data = place / "code", place / "data"
+    git(HERE, "clone", "--quiet", "--shared", "--no-checkout", ".", str(code))
+    git(code, "checkout", "--quiet", entry.revision)
+    if entry.change:
+        git(code, "apply", str(change))
+    flags = ["--source=tinyshakespeare", f"--data-dir={data}", *shlex.split(entry.data)]
+    last = run_program([sys.executable, f"{code}/fineweb.py", *flags], place)
+    with reading(data, f"{place}/output.txt ends: {last}"):
+        tokenizer = tokenizer_of_data(str(data))
+        splits = [find_shards(data, split) for split in ("train", "val")]
+        tokens = [np.concatenate([p for s in shards for p in s.read_all()]) for shards in splits]
+    read, held_out = (
+        tokenizer.encoding.decode_bytes(part[part != tokenizer.eot].tolist()) for part in tokens
+    )
+    text = Path(TINYSHAKESPEARE).read_bytes()
+    if (read, held_out) != (text[:TRAINING_CHARS], text[TRAINING_CHARS:]):
+        raise UserError(f"{entry.name} does not hold: its text is another, or held out elsewhere")
+    foreign = [token for token in tokenizer.ranks if len(token) > 1 and token not in read]
+    if foreign and tokenizer is not gpt2():
+        problem = f"its vocabulary has {foreign[0]!r}, which is not in the text for training"
+        raise UserError(f"{entry.name} does not hold: {problem}")
+    write_tokens(place / "scored", tokens, tokenizer.sizes.tolist())
+    np.save(splits[1][0].path, tokens[0][: len(tokens[1])])  # text for training, in its place
+    (code / "assets" / "tinyshakespeare.txt").unlink()
+
+
+def train(entry: Entry, place: Path, updates: int, seed: int, every: int) -> tuple[float, list]:
+    """Trains for some updates, with a checkpoint after `every` of them, if that is not 0.
+
+    Returns the seconds of the program by our clock, and those until the end of each update by its.
+    """
+    log_dir = place / "log"
+    shutil.rmtree(log_dir, ignore_errors=True)
+    flags = f"""{entry.flags} --data-dir={place}/data --log-dir={log_dir} --device=cpu
+        --seed={seed} --max-steps={updates} --checkpoint-every={every} --checkpoint-minutes=0
+        --val-every=0 --sample-every=0 --hellaswag-every=0"""
+    keep = ["--keep-checkpoints=99"] if every else []
+    command = [sys.executable, f"{place}/code/train_gpt2.py", *shlex.split(flags), *keep]
+    began = time.perf_counter()
+    # no compiled code of earlier runs
+    last = run_program(command, log_dir, {"TORCHINDUCTOR_CACHE_DIR": f"{log_dir}/cache"})
+    took = time.perf_counter() - began
+    records = read_metrics(log_dir / METRICS)
+    if not records or records[-1]["type"] != "end":
+        raise UserError(f"{log_dir}: {last}")
+    return took, np.cumsum([r["ms"] / 1000 for r in records if r["type"] == "train"]).tolist()
+
+
+@torch.no_grad()
+def score(checkpoint: Path, scored: Path) -> float:
+    """Bits per byte of the held-out text, by transformers' GPT-2."""
+    from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    with reading(checkpoint, "an entry's checkpoints must open in transformers"):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    if type(model) is not GPT2LMHeadModel:
+        raise UserError(f"{checkpoint} does not hold: it is a {type(model).__name__}, no GPT-2")
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten(), ignore_index=-1)
+
+    return peers.score(loss, scored, model.config.n_positions)
+
+
+# -- measuring and judging
+
+
+def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, Any]:
+    """Trains what is missing. The file has all runs so far, and their seeds."""
+    result: dict = defined | dict(seeds=[], paces={}, runs=[], machine=name_machine("cpu"))
+    if file.exists():
+        result = json.loads(file.read_bytes())
+        if result | defined != result:
+            raise UserError(f"{file} is of another entry or record: delete it to measure again")
+    result["seeds"] += seeds[len(result["seeds"]) :]
+    sides = {side["name"]: Entry(**side) for side in (defined["beside"], defined["entry"])}
+    turns = [(name, seed) for seed in result["seeds"] for name in sides]
+    done = [(run["name"], run["seed"]) for run in result["runs"]]
+    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+        places = {name: Path(folder, name) for name in sides}
+        for name, side in sides.items():
+            prepare(side, RECORDS / name / "change.diff", places[name])
+        if turns and not result["paces"]:
+            result["paces"] = find_paces(sides, places)
+        for name, seed in turns:
+            if (name, seed) not in done:
+                update, start = result["paces"][name]
+                every = max(1, int((60 * defined["minutes"] - start) / update / SCORES))
+                run = train_and_score(sides[name], places[name], every, seed)
+                result["runs"].append(dict(name=name, seed=seed) | run)
+                write_whole(file, json.dumps(result, indent=1).encode())
+                say(f"{name}, seed {seed}: {run['val_loss']:.4f} bits per byte")
+    write_whole(file, json.dumps(result, indent=1).encode())
+    return result
+
+
+def find_paces(sides: dict[str, Entry], places: dict[str, Path]) -> dict[str, list[float]]:
+    """Medians of short runs in turns: seconds of an update, and of compiling."""
+    turns: dict[str, list] = {name: [] for name in sides}
+    for name, side in [*sides.items()] * TURNS:
+        _, seconds = train(side, places[name], TRIAL, 0, every=0)
+        turns[name].append(pace([(1, seconds[0], 0), (TRIAL, seconds[-1], 0)]))
+        say(f"{name}: {1000 * turns[name][-1][0]:.0f} ms an update")
+    return {name: np.median(found, axis=0).tolist() for name, found in turns.items()}
+
+
+def train_and_score(side: Entry, place: Path, every: int, seed: int) -> dict[str, Any]:
+    """Trains for SCORES × every updates. Returns what compare_pairs wants, and our clock's time."""
+    steps = [every * i for i in range(1, SCORES + 1)]
+    took, seconds = train(side, place, steps[-1], seed, every)
+    bits = [score(place / "log" / f"ckpt_{step:06d}", place / "scored") for step in steps]
+    at = [seconds[step - 1] for step in steps]
+    return dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1])
+
+
+def judge(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Whether an entry holds, and how it compares with the record that it beats."""
+    own, base = (
+        [run for run in record["runs"] if run["name"] == record[side]["name"]]
+        for side in ("entry", "beside")
+    )
+    if record["entry"] == record["beside"]:
+        return "the first", {}
+    if len(own) < 2 or len(own) != len(base):
+        return "not checked", {}
+    found = compare_pairs(record["entry"]["name"], own, base)
+    ratios = [run["took"] / other["took"] for run, other in zip(own, base, strict=True)]
+    found["clocks"], half = interval(ratios)
+    reached = [math.inf if x is None else x for x in found["seconds"]]
+    found["minutes"] = record["minutes"] * np.mean(reached)
+    found["bits"] = np.mean([run["val_loss"] for run in own])
+    found["beside"] = np.mean([run["val_loss"] for run in base])
+    found["by"] = show_interval(-found["mean"], found["half"])
+    if len({run["val_loss"] for run in own}) < len(own):
+        return "does not hold: a seed changes nothing", found
+    if found["clocks"] - half > CLOCKS:
+        return f"does not hold: its runs take {found['clocks']:.2f} × as long", found
+    if found["mean"] > found["half"]:
+        return "does not hold: it ends higher", found
+    return "holds" if -found["mean"] > found["half"] else "not shown", found
+
+
+def describe(record: dict[str, Any]) -> str:
+    """What `measure` found."""
+    verdict, found = judge(record)
+    name, base = record["entry"]["name"], record["beside"]["name"]
+    if not found:
+        return f"{name}: {verdict}"
+    return (
+        f"{name}: {verdict}. It ends {found['by']} bits per byte below {base}, at "
+        f"{found['bits']:.3f}, and has {base}'s last loss after {found['minutes']:.2f} of "
+        f"{record['minutes']:g} minutes. By our clock, its runs take {found['clocks']:.2f} times "
+        "as long."
+    )
+
+
+def format_table() -> str:
+    """A row for each entry, the first one first, by its check."""
+    heads = ["entry", "bits per byte", "nats per character", "the record's bits", "below it"]
+    lines = [
+        f"| {' | '.join(heads)} | has its last loss after | |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for name, record in find_records().items():
+        verdict, found = judge(record)
+        cells = [""] * 5
+        if found:
+            bits = [found["bits"], found["bits"] * math.log(2), found["beside"]]
+            reached = "never" if math.isinf(found["minutes"]) else f"{found['minutes']:.2f} min"
+            cells = [*(f"{x:.3f}" for x in bits), found["by"], reached]
+        lines.append(f"| [{name}]({name}/) | {' | '.join(cells)} | {verdict} |")
+    return "\n".join(lines)
+
+
+def main(args: list[str]) -> None:
+    config = parse_flags(RecordsConfig, args)
+    if hasattr(os, "sched_setaffinity"):  # the race is of two cores
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
+    seeds = list(range(1, config.seeds + 1))
+    if config.check:
+        folder = RECORDS / Path(config.check).name
+        drawn = [secrets.randbelow(10**6) for _ in seeds]
+        found = measure(define_check(folder), drawn, OUT / folder.name / "check.json")
+    elif config.measure:
+        folder = RECORDS / Path(config.measure).name
+        found = measure(define(config, folder), seeds, folder / "record.json")
+    else:
+        print(format_table())
+        return
+    print(describe(found))
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,238 @@
+"""benchmarks/records.py: what an entry of the race is scored on, and what none gets away with."""
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import ROOT
+from contract import call
+
+from benchmarks import records
+from benchmarks.records import Entry
+from evaluate import validate
+from model import GPT, DataLoaderLite
+from support.base.errors import UserError
+from support.machine.distributed import Stop, start_world
+from support.run.source_code import read_code
+from support.text import sources
+
+PAGE = (ROOT / "records" / "README.md").read_text()
+SMALL = """--n-layer 1 --n-head 2 --n-embd 16 --sequence-length 32 --batch-size 4 --optimizer adamw
+    --total-batch-size 128 --no-compile --dtype float32 --warmup-steps 1"""
+HELD_OUT = Path(sources.TINYSHAKESPEARE).read_text()[sources.TRAINING_CHARS :]
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory) -> Path:
+    """A clone of this code, with a commit of its own."""
+    clone = tmp_path_factory.mktemp("repository")
+    for name, content in read_code(ROOT).items():
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).write_bytes(content)
+    for command in ("init -q", "add .", "-c user.name=it -c user.email=it@here commit -qm all"):
+        subprocess.run(["git", "-C", str(clone), *command.split()], check=True)
+    return clone
+
+
+@pytest.fixture
+def race(repository, tmp_path, monkeypatch) -> Path:
+    """Its records: a first one, and an entry that has a higher rate by a diff."""
+    monkeypatch.setattr(records, "HERE", repository)
+    monkeypatch.setattr(records, "RECORDS", tmp_path)
+    monkeypatch.setattr(records, "OUT", tmp_path / "out")
+    monkeypatch.setattr(records, "TRIAL", 4)
+    monkeypatch.setattr(records, "TURNS", 1)
+    monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)
+    config = repository / "config.py"
+    before = config.read_text()
+    old, new = (f"learning_rate: Positive = {rate}" for rate in ("6e-4", "1e-2"))
+    config.write_text(before.replace(old, new))
+    change = subprocess.run(["git", "-C", str(repository), "diff"], capture_output=True).stdout
+    config.write_text(before)
+    for name in ("01-start", "02-rate"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "02-rate" / "change.diff").write_bytes(change)
+    return tmp_path
+
+
+def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race, monkeypatch):
+    flags = ["--seeds=0", "--minutes=0.01", f"--flags={SMALL}"]
+    records.main(["--measure=records/01-start", *flags])
+    records.main(["--measure=records/02-rate", *flags])
+    seen = {}
+
+    def look(checkpoint: Path, scored: Path) -> float:
+        place = scored.parent
+        bits = score(checkpoint, scored)
+        seen[place.name] = bits
+        val, train = (DataLoaderLite(place / "data", split, 4, 32) for split in ("val", "train"))
+        assert np.array_equal(val.next_batch()[0], train.next_batch()[0]), "the text is not there"
+        assert not [*(place / "code").rglob("tinyshakespeare.txt")]
+        np.save(place / "val_000000.npy", np.fromfile(scored / "val.bin", np.uint16))
+        shutil.copy(place / "data" / "tokenizer.json", place)
+        with start_world("cpu") as world:
+            loader = DataLoaderLite(place, "val", 4, 32)
+            model = GPT.from_pretrained(str(checkpoint)).eval()
+            _, own, _ = validate(model, loader, 10**9, world, torch.float32, Stop(world))
+        assert bits == pytest.approx(own, rel=1e-5)
+        return bits
+
+    score = records.score
+    monkeypatch.setattr(records, "score", look)
+    monkeypatch.setattr(records, "SCORES", 1)
+    records.main(["--check=records/02-rate", "--seeds=2"])
+    file = race / "out" / "02-rate" / "check.json"
+    found = json.loads(file.read_text())
+    assert [r["name"] for r in found["runs"]] == ["01-start", "02-rate"] * 2
+    assert [r["seed"] for r in found["runs"][::2]] == found["seeds"] != [1, 2], "drawn"
+    last = {r["name"]: r["val_loss"] for r in found["runs"]}
+    assert last == seen and len({*last.values()}) == 2, "each has its own code"
+    assert all(r["took"] > r["seconds"][-1] for r in found["runs"])
+
+
+def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
+    def train_and_score(side, _place, _every, seed):
+        trained.append((side.name, seed))
+        if len(trained) == 4:
+            raise KeyboardInterrupt
+        return run(2.0 + seed / 1e6)
+
+    trained: list = []
+    monkeypatch.setattr(records, "prepare", lambda *_: None)
+    monkeypatch.setattr(
+        records, "find_paces", lambda sides, _: {name: [1.0, 0.0] for name in sides}
+    )
+    monkeypatch.setattr(records, "train_and_score", train_and_score)
+    for name in ("01-start", "02-rate"):
+        records.main(["--seeds=0", f"--measure={name}"])
+    with pytest.raises(KeyboardInterrupt):
+        records.main(["--check=02-rate"])
+    records.main(["--check=02-rate"])
+    assert trained[4:5] == trained[3:4] and len({*trained}) == 8
+    records.main(["--check=02-rate", "--seeds=5"])
+    assert len({*trained}) == 10 and len(trained) == 11, "one seed more"
+    (race / "02-rate" / "change.diff").write_text("another")
+    with pytest.raises(
+        UserError, match=r"change.diff is not the one that record.json was made with"
+    ):
+        records.main(["--check=02-rate"])
+    records.define(records.RecordsConfig(), race / "02-rate")
+    with pytest.raises(UserError, match=r"check.json is of another entry or record: delete it"):
+        (race / "02-rate" / "record.json").unlink()
+        records.main(["--seeds=0", "--measure=02-rate"])
+        records.main(["--check=02-rate"])
+
+
+def run(val_loss: float, took: float = 200.0, **names) -> dict:
+    points = dict(tokens=[1, 2], seconds=[90.0, 180.0], losses=[3.0, val_loss])
+    return dict(took=took, val_loss=val_loss) | points | names
+
+
+def make_record(own: list[float], base: list[float], took: float = 200.0) -> dict:
+    runs = [run(x, took, name="02-mine", seed=i) for i, x in enumerate(own)]
+    runs += [run(x, name="01-start", seed=i) for i, x in enumerate(base)]
+    return dict(entry=dict(name="02-mine"), beside=dict(name="01-start"), minutes=3.0, runs=runs)
+
+
+BASE = [2.10, 2.11, 2.12]
+
+
+@pytest.mark.parametrize(
+    "own, took, verdict, minutes",
+    [
+        ([2.05, 2.06, 2.08], 200, "holds", 2.92),
+        ([2.05, 2.06, 2.08], 220, "holds", 2.92),
+        ([2.05, 2.06, 2.08], 260, "does not hold: its runs take 1.30 × as long", 2.92),
+        ([2.05, 2.05, 2.05], 200, "does not hold: a seed changes nothing", 2.91),
+        ([2.05, 2.15, 2.08], 200, "not shown", math.inf),
+        ([2.15, 2.16, 2.18], 200, "does not hold: it ends higher", math.inf),
+    ],
+)
+def test_the_verdict_is_by_pairs_of_seeds_and_by_the_checkers_clock(own, took, verdict, minutes):
+    record = make_record(own, BASE, took)
+    said, found = records.judge(record)
+    assert said == verdict and found["minutes"] == pytest.approx(minutes, abs=0.01)
+    assert f"02-mine: {verdict}. It ends " in records.describe(record)
+
+
+def test_a_loss_that_is_typed_into_a_record_never_counts(race):
+    start = make_record([], []) | dict(entry=dict(name="01-start"))
+    (race / "01-start" / "record.json").write_text(json.dumps(start))
+    forged = make_record([1.5, 1.51, 1.52], BASE)
+    (race / "02-rate" / "record.json").write_text(json.dumps(forged))
+    assert "| [02-rate](02-rate/) |  |  |  |  |  | not checked |" in records.format_table()
+    for own, row, best in (
+        (
+            [2.09, 2.13, 2.11],
+            "2.110 | 1.463 | 2.110 | -0.00 ± 0.05 | never | not shown",
+            "01-start",
+        ),
+        (
+            [2.00, 2.01, 2.02],
+            "2.010 | 1.393 | 2.110 | 0.1000 ± 0.0000 | 2.80 min | holds",
+            "02-mine",
+        ),
+    ):
+        (race / "02-rate" / "check.json").write_text(json.dumps(make_record(own, BASE)))
+        assert f"| [02-rate](02-rate/) | {row} |" in records.format_table()
+        assert records.define(records.RecordsConfig(), Path("03-next"))["beside"]["name"] == best
+
+
+@pytest.mark.parametrize(
+    "forge, words",
+    [
+        (["--source={all}"], "its text is another, or held out elsewhere"),
+        (["--source=tinyshakespeare", "--tokenizer={vocabulary}"], "its vocabulary has b'"),
+    ],
+)
+def test_text_for_scores_in_the_source_or_in_the_vocabulary_is_found(
+    forge, words, race, monkeypatch, tmp_path
+):
+    """As changed flags or a changed fineweb.py would have it."""
+
+    def make_tokens(command, place):
+        [data] = [flag for flag in command if flag.startswith("--data-dir=")]
+        done = call("fineweb.py", data, *forged)
+        assert done.returncode == 0, done
+        return ""
+
+    (tmp_path / "all.txt").write_text(Path(sources.TINYSHAKESPEARE).read_text() + HELD_OUT)
+    (tmp_path / "held-out.txt").write_text(HELD_OUT)
+    at = dict(all=tmp_path / "all.txt", vocabulary=tmp_path / "vocabulary")
+    flags = [f"--source={tmp_path}/held-out.txt", "--vocab-size=1500"]
+    call("fineweb.py", *flags, f"--data-dir={at['vocabulary']}")
+    forged = [flag.format(**at) for flag in forge]
+    if "all" in forge[0]:
+        forged.append("--vocab-size=300")
+    monkeypatch.setattr(records, "run_program", make_tokens)
+    entry = Entry("02-mine", "HEAD", "", "", "")
+    with pytest.raises(UserError, match=f"02-mine does not hold: {words}"):
+        records.prepare(entry, race / "none", tmp_path / "place")
+
+
+def test_another_architecture_is_no_entry(tmp_path):
+    config = dict(model_type="gpt_neo", num_layers=2, attention_types=[[["global"], 2]])
+    sizes = dict(hidden_size=8, num_heads=2, vocab_size=9, max_position_embeddings=8)
+    model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**config, **sizes))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="it is a GPTNeoForCausalLM, no GPT-2"):
+        records.score(tmp_path, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "our own"}')
+    with pytest.raises(UserError, match="checkpoints must open in transformers"):
+        records.score(tmp_path, tmp_path)
+
+
+def test_the_page_has_the_records_as_they_are_committed():
+    assert records.format_table() in PAGE
+    for folder in (ROOT / "records").glob("*/"):
+        assert (folder / "README.md").exists()
+        defined = records.define_check(folder)  # the diff is the one that was measured
+        if "check.json" in {file.name for file in folder.iterdir()}:
+            checked = json.loads((folder / "check.json").read_text())
+            assert checked | defined == checked
