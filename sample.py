@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import torch
 
+from config import TrainConfig
 from model import GPT
 from support.base.console import run_script
 from support.base.errors import UsageError, UserError, reading
@@ -26,7 +27,8 @@ from support.text.tokenizer import replace_surrogates
 from support.weights.generation import compile_step, stream_texts
 from support.weights.hf import check_vocabulary
 
-PROMPT = "Hello, I'm a language model,"
+PROMPT = TrainConfig.sample_prompt
+TOKENS = TrainConfig.sample_tokens
 ROWS = 64  # samples in a batch
 
 
@@ -35,18 +37,20 @@ class SampleConfig:
     """Continues a prompt. A single sample is printed token by token, several batch by batch."""
 
     # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt; default: the newest
-    # checkpoint below log/ if there is one and no --prompt, else gpt2
+    # checkpoint below log/ if there is one, else gpt2
     model: str = ""
     prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: the run's own
     interactive: bool = False  # asks for prompts until Ctrl-D
     num_samples: CountOrZero = 0  # continuations of each prompt; 0 = 1, or 5 of the run's own
-    max_new_tokens: CountOrZero = 0  # tokens to add, at most; 0 = 100, or 30 after the run's own
+    # tokens to add, at most; 0 = 100, or after the run's own prompt as many as in its samples, up
+    # to the end of a line
+    max_new_tokens: CountOrZero = 0
     temperature: Amount = 0.9  # 0 always takes the likeliest token
     top_k: Annotated[int, Range(0)] = 50  # draw from the k likeliest tokens; 0 = from all
     # draw only from the likeliest tokens that together have this probability
     top_p: Annotated[float, Range(0, 1)] = 1.0
     stop: bool = True  # end at <|endoftext|>
-    seed: int = 42  # the same seed gives the same text
+    seed: int = 42  # with the same prompts and number of samples, it gives the same texts
     json: bool = False  # print one JSON object per sample: {"prompt": …, "text": …}
     compile: bool = False  # takes half a minute, then makes each token faster
     device: str = "auto"  # auto | cuda | mps | cpu
@@ -68,10 +72,12 @@ def read_prompts(prompt: str) -> list[str]:
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
 
 
-def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **options: Any) -> None:
-    """Prints the continuations of prompts: a single one token by token."""
+def print_samples(
+    config: SampleConfig, model: GPT, prompts: list[str], cut: bool = False, **options: Any
+) -> None:
+    """Prints the continuations of prompts: a single one token by token. cut: as `whole_lines`."""
     rows = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    if len(rows) == 1 and not config.json:
+    if len(rows) == 1 and not config.json and not cut:
         for (text,) in stream_texts(model, rows, config.max_new_tokens, **options):
             print(text, end="", flush=True)
         print()
@@ -80,41 +86,52 @@ def print_samples(config: SampleConfig, model: GPT, prompts: list[str], **option
         pieces = stream_texts(model, rows[start : start + ROWS], config.max_new_tokens, **options)
         for i, (prompt, *texts) in enumerate(zip(*pieces, strict=True), start):
             text = "".join(texts)
+            text = whole_lines(text) if cut else text
             if config.json:
                 print(json.dumps(dict(prompt=prompt, text=text), ensure_ascii=False))
             else:
                 print(f"--- sample {i}\n{prompt}{text}")
 
 
-def own_prompt(model: str) -> str:
-    """What the run continued whose checkpoint this is; of other models, the trainer's default."""
+def whole_lines(text: str) -> str:
+    """A text without the line that it leaves unfinished; of a single line, without the word."""
+    lines = text.rpartition("\n")[0].rstrip("\n")
+    return lines or text.rpartition(" ")[0] or text
+
+
+def own_samples(model: str) -> tuple[str, int]:
+    """The prompt and the tokens of samples by the run of a checkpoint; else the trainer's own."""
     starts = starts_of(read_metrics(Path(model).parent / METRICS, updates=False))
-    return starts[-1]["config"].get("sample_prompt", PROMPT) if starts else PROMPT
+    config = starts[-1]["config"] if starts else {}
+    return config.get("sample_prompt", PROMPT), config.get("sample_tokens", TOKENS)
 
 
-def fill_in(config: SampleConfig) -> SampleConfig:
-    """The settings with what was left open: without a prompt, as the run had its own samples."""
-    is_bare = config.prompt is None and not config.interactive
-    model = config.model
-    if not model and config.prompt is None:
-        model = str(newest_checkpoint() or "gpt2")
-        print(f"model: {model}", file=sys.stderr)
-    return replace(
-        config,
-        model=model or "gpt2",
-        num_samples=config.num_samples or (5 if is_bare and config.temperature else 1),
-        max_new_tokens=config.max_new_tokens or (30 if is_bare else 100),
-    )
+def pick_model() -> str:
+    """The newest checkpoint, else GPT-2, and says so."""
+    if newest := newest_checkpoint():
+        print(f"model: {newest}", file=sys.stderr)
+        return str(newest)
+    reason = "log/ has no checkpoint (make quickstart trains one)"
+    print(f"model: gpt2, because {reason}", file=sys.stderr)
+    return "gpt2"
 
 
 def main(args: list[str]) -> None:
     config = parse_flags(SampleConfig, args)
     if config.interactive and config.prompt is not None:
         raise UsageError("--interactive asks for prompts: leave --prompt out")
-    config = fill_in(config)
-    prompts = [] if config.prompt is None else read_prompts(config.prompt)
-    if not prompts and not config.interactive:
-        prompts = [own_prompt(config.model)]
+    config = replace(config, model=config.model or pick_model())
+    is_bare = config.prompt is None and not config.interactive
+    prompt, tokens = own_samples(config.model)
+    cut = is_bare and not config.max_new_tokens
+    prompts = [prompt] if is_bare else []
+    if config.prompt is not None:
+        prompts = read_prompts(config.prompt)
+    config = replace(
+        config,
+        num_samples=config.num_samples or (5 if is_bare and config.temperature else 1),
+        max_new_tokens=config.max_new_tokens or (tokens if is_bare else 100),
+    )
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):
         raise UsageError(f"--compile: {reason}; leave that flag out")
@@ -137,7 +154,7 @@ def main(args: list[str]) -> None:
                 print_samples(config, model, [input("> ")], **options)
         print()
     else:
-        print_samples(config, model, prompts, **options)
+        print_samples(config, model, prompts, cut, **options)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import shutil
 import sys
 import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,6 +235,9 @@ def test_a_tensor_is_used_or_redundant_or_refused(tmp_path, name, change, senten
     (dict(quantization_config={"bits": 4}), "quantization_config is"),
     (dict(tie_word_embeddings=False), "tie_word_embeddings is False"),
     (dict(eos_token_id=0), "eos_token_id is 0, and OpenAI's GPT-2 has 50256"),
+    (dict(eos_token_id=[50256]), ""),
+    (dict(eos_token_id=None), ""),
+    (dict(eos_token_id=[50256, 0]), "eos_token_id is [50256, 0], and OpenAI's GPT-2 has 50256"),
     (dict(reorder_and_upcast_attn=True, summary_type="mean", _name_or_path="x"), ""),
 ])  # fmt: skip
 def test_a_setting_that_changes_what_is_computed_is_honoured_or_refused(
@@ -391,9 +395,42 @@ def test_another_pt_file_or_none_is_a_sentence(tmp_path, content):
 
 
 @pytest.mark.parametrize(
+    "name", ["model.safetensors", "pytorch_model.bin", "model.pth", "adapter.pt"]
+)
+def test_a_file_of_weights_alone_is_told_so_and_is_never_asked_of_the_hub(
+    tmp_path, monkeypatch, tiny, name
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)
+    weights = {key: p.detach() for key, p in tiny.named_parameters()}
+    save_file(weights, name) if "safe" in name else torch.save(weights, name)
+    with pytest.raises(UserError, match=f"{name}, as a .*weights alone, .* name the directory$"):
+        GPT.from_pretrained(name)
+    Path(name).unlink()
+    with pytest.raises(UserError, match=f"{name}: there is no such dir|{name}, as .*No such file"):
+        GPT.from_pretrained(name)
+
+
+def test_a_directory_named_as_a_model_of_the_hub_is_taken_and_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    random_model().save_pretrained("gpt2")
+    GPT.from_pretrained("gpt2")
+    told = "gpt2 is the directory here; the hub's is openai-community/gpt2"
+    assert told in capsys.readouterr().err
+
+
+def test_weights_with_the_names_of_compile_and_ddp_are_written_with_their_own(tmp_path):
+    ours = random_model()
+    wrapped = {f"_orig_mod.module.{name}": p.detach() for name, p in ours.named_parameters()}
+    ours.save_pretrained(tmp_path, wrapped)
+    assert same_weights(GPT.from_pretrained(tmp_path), ours)
+
+
+@pytest.mark.parametrize(
     "change, sentence",
     [
         (dict(model_type="llama"), "model_type is llama, and OpenAI's GPT-2 has gpt2"),
+        (dict(model_type=None), "model_type is None, and OpenAI's GPT-2 has gpt2"),
         (dict(activation_function="relu"), "activation_function is relu"),
         (dict(n_layer=1), 'Unexpected key.* "transformer.h.1.'),
         (dict(n_layer=3), 'Missing key.* "transformer.h.2.'),

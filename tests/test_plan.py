@@ -312,6 +312,21 @@ def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
     assert facts(f"{flags} 512 --activation-checkpointing"), "which changes no result"
 
 
+def test_a_model_of_the_hub_is_planned_without_its_weights(tmp_path, monkeypatch):
+    GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path)
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append((name, [pattern for pattern in allow_patterns if "safetensors" in pattern]))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    there, here = (
+        facts(f"--init-from {name} --sequence-length 8") for name in ("owner/name", tmp_path)
+    )
+    assert there["parameters"] == here["parameters"] and asked == [("owner/name", [])] * len(asked)
+
+
 def test_a_plan_for_minutes_is_the_reproduction_where_time_and_text_are(tmp_path, capsys):
     plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", "none"])
     page = capsys.readouterr().out

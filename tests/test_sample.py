@@ -142,6 +142,11 @@ def test_what_means_nothing_generates_nothing(tiny, options, sentence, outcome):
     outcome("sampling and scoring", sentence, TOLD)
 
 
+def test_no_prompts_are_no_samples(tiny):
+    idx = torch.zeros(0, 3, dtype=torch.long)
+    assert torch.equal(tiny.generate(idx, 4), idx)
+
+
 def test_no_new_tokens_are_the_prompts(tiny):
     idx = torch.tensor([[5, 6, 7], [8, 9, 1]])
     assert tiny.generate(idx, 0, lengths=[3, 2]).tolist() == [[5, 6, 7], [8, 9, EOT]]
@@ -248,13 +253,15 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
     asked = []
     monkeypatch.setattr(GPT, "from_pretrained", lambda name: asked.append(name) or tiny)
     monkeypatch.setattr(sample, "stream_texts", lambda *a, **_: asked.append(a[1:]) or [])
-    run(monkeypatch, capsys)
-    assert asked == ["gpt2", (5 * [sample.PROMPT], 30)]
+    sample.main(["--device", "cpu"])
+    assert "make quickstart trains one" in capsys.readouterr().err
+    assert asked == ["gpt2", (5 * [sample.PROMPT], 32)]
     for i, name in enumerate(("older", "newer", "damaged_by_someone")):
         folder = tmp_path / "log" / name
         tiny.save_pretrained(folder / ("ckpt_000002" if i < 2 else "damaged_ckpt_000002"))
         starts = [("run", "before"), ("resume", f"@I am {name}")]
-        records = [dict(type=kind, config=dict(sample_prompt=text)) for kind, text in starts]
+        own = [dict(sample_prompt=text, sample_tokens=64) for _, text in starts]
+        records = [dict(type=kind, config=c) for (kind, _), c in zip(starts, own, strict=True)]
         (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, records)))
     (tmp_path / "log" / "newer" / "output.txt").touch()  # what it printed
     os.utime(tmp_path / "log" / "older" / "ckpt_000002", (0, 0))
@@ -264,11 +271,31 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
     run(monkeypatch, capsys, "--prompt", "Hello", "--num-samples", 2)
     run(monkeypatch, capsys, "--temperature", 0)
     assert asked == [
-        "log/newer/ckpt_000002", (5 * ["@I am newer"], 30),
-        "log/older/ckpt_000002", (2 * ["@I am older"], 30),
-        "gpt2", (2 * ["Hello"], 100),
-        "log/newer/ckpt_000002", (["@I am newer"], 30),
+        "log/newer/ckpt_000002", (5 * ["@I am newer"], 64),
+        "log/older/ckpt_000002", (2 * ["@I am older"], 64),
+        "log/newer/ckpt_000002", (2 * ["Hello"], 100),
+        "log/newer/ckpt_000002", (["@I am newer"], 64),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        (" who\nis it that\ncannot spe", " who\nis it that"),
+        (" a line\n", " a line"),
+        (" no line at al", " no line at"),
+        ("\nROM", "\nROM"),
+        ("word", "word"),
+    ],
+)
+def test_without_a_prompt_samples_end_at_a_line_unless_their_length_is_typed(
+    text, shown, monkeypatch, capsys, tiny
+):
+    monkeypatch.setattr(GPT, "from_pretrained", lambda _: tiny)
+    monkeypatch.setattr(sample, "stream_texts", lambda *a, **_: iter([a[1], [text] * len(a[1])]))
+    written = run(monkeypatch, capsys, "--temperature", 0)
+    assert written == f"--- sample 0\n{sample.PROMPT}{shown}\n"
+    assert text in run(monkeypatch, capsys, "--temperature", 0, "--max-new-tokens", 9)
 
 
 def test_a_prompt_that_outgrows_the_window_is_told_once(tiny, capsys):

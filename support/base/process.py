@@ -39,7 +39,7 @@ def as_typed(program: str) -> str:
 
 def beside_script(name: str) -> str:
     """The path of a script, as one types it where the running one was started; for a shell."""
-    return shlex.quote(str(Path(sys.argv[0]).with_name(name)))
+    return shlex.quote(str(Path(sys.argv[0]).parent / name))
 
 
 def command_for(script: str) -> str:

@@ -170,6 +170,8 @@ def generate(
 ) -> Tensor:
     """idx (B, T) int64 -> (B, T + n): prompts, new tokens, padding. See unpad, stream, choose."""
     prompts = unpad(idx, lengths)
+    if not prompts:
+        return idx
     steps = stream(model, prompts, max_new_tokens, stop=stop, **choice)
     new = [token.tolist() for token in steps]
     rows = [[*prompt, *(token[i] for token in new)] for i, prompt in enumerate(prompts)]

@@ -44,7 +44,9 @@ Weights = dict[str, torch.Tensor]
 HEAD = "lm_head.weight"  # tied to the embedding
 SIZES = ("vocab_size", "n_layer", "n_head", "n_embd")  # and the context, which has two names
 CHANGED = "gpt2-changed"  # the model_type of a changed GPT-2
-HUB_NAME = re.compile(r"(?!(data|log|runs)/)(\w[\w.-]*/)?\w[\w.-]*")  # NAME or OWNER/NAME
+# NAME or OWNER/NAME, but neither a path here nor a file
+HUB_NAME = re.compile(r"(?!(data|log|runs)/)(?!.*\.(pth?|bin|safetensors)$)(\w[\w.-]*/)?\w[\w.-]*")
+WRAPPED = re.compile(r"^(_orig_mod\.|module\.)*")  # names that torch.compile and DDP change
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores them (in, out)
 OPENAI = dict(
     model_type="gpt2",
@@ -94,11 +96,13 @@ def read_model(name: str | Path) -> Pretrained:
     """Reads a model directory, a .pt file, or a model of the hub. Raises UserError."""
     path = Path(name)
     origin = str(name)
-    if path.suffix == ".pt":
+    if path.suffix == ".pt" or path.is_file():
         return read_pt(path)
     if not os.path.isdir(path):
         path = download_pretrained(origin)
         origin += " (from the Hugging Face hub)"
+    elif origin in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"):
+        say_once(f"{origin} is the directory here; the hub's is openai-community/{origin}")
     if os.path.exists(path / "adapter_config.json"):
         hint = "merge it into its base model, by peft's merge_and_unload"
         raise UserError(f"{path} holds an adapter, which is not applied here: {hint}")
@@ -134,7 +138,10 @@ def read_weights(directory: Path) -> Weights:
 def read_fields(name: str) -> dict[str, Any]:
     """The fields of GPTConfig that a model directory or a .pt file fixes."""
     path = Path(name)
-    return read_pt(path).fields if path.suffix == ".pt" else read_config(path)[0]
+    if path.suffix == ".pt" or path.is_file():
+        return read_pt(path).fields
+    directory = path if os.path.isdir(path) else download_pretrained(name, weights=False)
+    return read_config(directory)[0]
 
 
 def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
@@ -145,7 +152,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
             here = ", ".join(sorted(map(str, directory.glob("ckpt_*")))) or "none"
             raise UserError(f"{path} is missing: name a model (checkpoints here: {here})")
         theirs = json.loads(path.read_bytes())
-        if theirs["model_type"] == CHANGED:
+        if theirs.get("model_type") == CHANGED:
             fingerprint = Fingerprint(
                 theirs["difference"],
                 theirs["fingerprint"],
@@ -159,6 +166,8 @@ def read_config(directory: Path) -> tuple[dict[str, Any], Fingerprint | None]:
         shape = {key: theirs[key] for key in (*SIZES, "n_positions")}
         n_inner = theirs.get("n_inner") and 4 * theirs["n_embd"]  # null means that, too
         tokenizer = tokenizer_in(directory)
+        if theirs.get("eos_token_id") in (None, [tokenizer.eot]):
+            theirs["eos_token_id"] = tokenizer.eot  # the end's other spellings
         expected = OPENAI | UNUSUAL | shape | dict(n_inner=n_inner, eos_token_id=tokenizer.eot)
         for key, value in expected.items():
             if theirs.get(key, value) != value:
@@ -178,9 +187,9 @@ def unpadded_size(rows: int, tokenizer: Tokenizer) -> int:
 
 def gpt2_weights(weights: Weights, vocab_size: int) -> Weights:
     """Only the parameters, by GPT-2's names, without padding. Raises UserError for other masks."""
-    # on the hub some names lack their prefix; torch.compile and DDP add theirs
-    prefix = re.compile(r"^(_orig_mod\.|module\.|transformer\.)*")
-    kept = {prefix.sub("transformer.", name): w for name, w in weights.items()}
+    plain = {WRAPPED.sub("", name): w for name, w in weights.items()}
+    # on the hub some names lack their prefix
+    kept = {f"transformer.{name.removeprefix('transformer.')}": w for name, w in plain.items()}
     if len(kept) < len(weights):
         raise UserError("some tensors have the same name but for a prefix: whose are they?")
     for name, w in list(kept.items()):  # older files also hold masks, and the tied head
@@ -209,6 +218,8 @@ def read_pt(path: Path) -> Pretrained:
     advice = "of this code's checkpoints, name the directory"
     with reading(name, advice), torch.serialization.safe_globals(stand_ins):
         saved = torch.load(path, "cpu", weights_only=True, mmap=True)
+        if not {"model_args", "config"} & saved.keys():
+            raise ValueError("weights alone, without model_args or config, have no sizes")
         theirs = saved["model_args"] if "model_args" in saved else vars(saved["config"])
         fields = {key: theirs[key] for key in (*SIZES, "block_size")}
         if fields["vocab_size"] < 257:
@@ -225,7 +236,7 @@ def read_pt(path: Path) -> Pretrained:
     return Pretrained(fields, weights, f"{path} (from {program})", tokenizer)
 
 
-def download_pretrained(name: str) -> Path:
+def download_pretrained(name: str, weights: bool = True) -> Path:
     """Downloads a model of the hub, unless it is in Hugging Face's cache -> its directory there."""
     from huggingface_hub import snapshot_download
 
@@ -235,8 +246,9 @@ def download_pretrained(name: str) -> Path:
     with reading(f"{name!r} is not a directory here, and on the hub it"):
         texts = ["config.json", TOKENIZER_FILE, "tokenizer_config.json", "vocab.json"]
         texts += ["adapter_config.json", "added_tokens.json"]
-        directory = Path(snapshot_download(name, allow_patterns=[*texts, "model*.safetensors*"]))
-        if not any(directory.glob("model*.safetensors")):  # an older repository
+        wanted = [*texts, "model*.safetensors*"] if weights else texts
+        directory = Path(snapshot_download(name, allow_patterns=wanted))
+        if weights and not any(directory.glob("model*.safetensors")):  # an older repository
             snapshot_download(name, allow_patterns=["pytorch_model*.bin*"])
     return directory
 
@@ -302,7 +314,7 @@ def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Token
     """Raises UserError if a model and data have two vocabularies. name: the model's."""
     check_vocabulary(name, model)
     if model.tokenizer.sha256 != of_data.sha256:
-        own = Path(name).parent if name.endswith(".pt") else Path(name)
+        own = Path(name).parent if Path(name).is_file() else Path(name)
         choice = shlex.quote(str(own)) if own.is_dir() else f"FILE, the model's {TOKENIZER_FILE}"
         if model.tokenizer is gpt2():
             choice = "gpt2"
@@ -322,6 +334,7 @@ def new_run_from(checkpoint: Path) -> str:
 
 def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, Any]) -> None:
     """Writes a Hugging Face directory from `weights`: the model may train on. card: its rows."""
+    weights = {WRAPPED.sub("", name): w for name, w in weights.items()}
     weights = {name: model.without_padding(name, w) for name, w in weights.items()}
     if HEAD in weights and torch.equal(weights[HEAD], weights[EMBEDDING]):
         del weights[HEAD]  # tied
