@@ -306,7 +306,7 @@ def read_outcome(directory: Path, measure: str) -> dict | None:
     if not (directory / LOG).exists():
         return None
     run = read_run(directory)
-    end = run.records[-1]["type"]
+    end = run.records[-1]["type"] if run.records else "begun"
     if end not in ("end", "diverged"):
         return None
     steps, losses = run.series(measure, "val")

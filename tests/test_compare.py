@@ -371,6 +371,10 @@ def test_a_run_that_diverged_is_finished_and_one_that_failed_says_why(tmp_path, 
 \(compare.py sets --log-dir and --resume; to begin this run again, delete its folder\)$"""
     with pytest.raises(UserError, match=told.format("ended early")):
         train()
+    records, whole = [], records
+    with pytest.raises(UserError, match=told.format("ended early")):
+        train()
+    records = whole
     printed = "train_gpt2.py: step 50: the reason"
     with pytest.raises(UserError, match=told.format(printed)):
         train()

@@ -1,5 +1,6 @@
 """fineweb.py: every document arrives exactly, whatever kills, cuts or confuses the program."""
 
+import bz2
 import codecs
 import errno
 import gzip
@@ -208,6 +209,8 @@ def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
     lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
     pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd").write(lines)
     (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(lines))
+    (tmp_path / "a.ndjson.bz2").write_bytes(bz2.compress(lines))
+    (tmp_path / "ba.json").write_text(json.dumps(["one", "", "two\n"]))
     (tmp_path / "b.JSON").write_text("\n" + json.dumps(rows, indent=1))
     (tmp_path / "bb.json").write_bytes(codecs.BOM_UTF8 + json.dumps(rows).encode())
     (tmp_path / "c.JSONL").write_bytes(codecs.BOM_UTF8 + lines)
@@ -590,7 +593,8 @@ NO_OBJECT = "line 151, as a JSON object, cannot be read ("
         ("b.jsonl", GOOD_LINES + b"{what", NO_OBJECT),
         ("b.jsonl", GOOD_LINES + b'{"text": 5}', "'text' is 5, not a text; --column names"),
         ("b.jsonl", b'{"body": "a", "id": 3}', "has no 'text' but ['body', 'id']; --column names"),
-        ("b.json", b'[{"text": "a"},\n["b"]]', "has no 'text' but ['b']"),
+        ("b.json", b'[{"text": "a"},\n["b"]]', "entry 2 of the list has no 'text' but ['b']"),
+        ("b.txt", "Köln".encode("latin-1"), "iconv -f latin1 -t utf-8"),
         ("b.txt", POINTER, "b.txt is a pointer of Git LFS"),
         ("b.parquet", NUMBERS.getvalue().to_pybytes(), "'text' is of int64, not of text"),
     ],
@@ -613,6 +617,7 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
         ("--source nosuch.txt", "py: nosuch.txt: no such file, and none of the sources in"),
         ("--source .", ".: .txt, .md, .jsonl and .parquet are read; give './**/*.md' "),
         ("--source zipped/", ".jsonl and .parquet are read; give 'zipped/**/*.md'"),
+        ("--source spark.parquet", "are read; give 'spark.parquet/**/*.parquet'"),
         ("--source zipped/*.pdf", "zipped/c.pdf: .txt, .md, .jsonl and .parquet are read; name"),
         (
             "--source pipe.jsonl",
@@ -629,7 +634,8 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
     ],
 )
 def test_a_mistake_is_one_sentence(tmp_path, options, message, monkeypatch):
-    for name in ("a.pdf", "b.parquet", "stray.npy", "zipped/c.pdf", "zipped/c.md", "empty/d"):
+    names = ("a.pdf", "b.parquet", "stray.npy", "zipped/c.pdf", "zipped/c.md", "empty/d")
+    for name in (*names, "spark.parquet/part-0.snappy.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     os.mkfifo(tmp_path / "pipe.jsonl")

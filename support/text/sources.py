@@ -4,6 +4,7 @@
 reads them from a given place.
 """
 
+import bz2
 import codecs
 import fnmatch
 import glob
@@ -100,7 +101,9 @@ def find_sources(options: dict, commits: dict[str, str | None]) -> list[File]:
                 files = find_stdlib()
             elif source == "tinyshakespeare":
                 whole = File(source, partial(read_text, str(TINYSHAKESPEARE)))
-                last = replace(whole, begin=(0, TRAINING_CHARS), held_out="the last tenth of it")
+                last = replace(
+                    whole, begin=(0, TRAINING_CHARS), held_out="the last tenth of Shakespeare"
+                )
                 files = [last, replace(whole, end=(0, TRAINING_CHARS))]
             elif source == "tales":
                 books = {name: str(ASSETS / f"tales_{name}.jsonl.xz") for name in ("val", "train")}
@@ -166,7 +169,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
         raise UserError(f"{source}: no such file, and none of the sources in --help")
     for path in paths:
         kind = kind_of(path)
-        if kind not in READERS or Path(path).is_fifo():  # a pipe cannot be read twice
+        if kind not in READERS or not Path(path).is_file():  # a pipe cannot be read twice
             ends = [f"*.{kind}{packed}" for kind in READERS for packed in ("", *UNPACKED_BY)]
             inside = os.path.join(glob.escape(path), "**")
             files = expand(os.path.join(inside, "*"))
@@ -325,7 +328,8 @@ def open_zst(file: Any) -> Any:
     return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
 
 
-UNPACKED_BY: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".zst": open_zst}
+UNPACKED_BY: dict[str, Callable]
+UNPACKED_BY = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
 
 
 def read_text(path: str, column: str = "") -> Iterator[Stretch]:
@@ -348,7 +352,10 @@ def read_text(path: str, column: str = "") -> Iterator[Stretch]:
                 waiting, _ = decoder.getstate()  # the first bytes of a character
                 place = done - len(waiting) + error.start
                 name = error.encoding.upper()
-                raise ValueError(f"byte {place:,} is not {name}: {error.reason}") from error
+                told = f"byte {place:,} is not {name}: {error.reason}"
+                if name == "UTF-8":
+                    told += "; an older file may become it by iconv -f latin1 -t utf-8"
+                raise ValueError(told) from error
             done += len(data)
             if not final and (stretch := BEFORE_LAST_SPACE.match(text, seen)):
                 yield text[: stretch.end()], starts
@@ -370,12 +377,15 @@ def read_jsonl(path: str, column: str) -> Iterator[Stretch]:
             begun = True
             with reading(f"{path}, line {number}, as a JSON object,"):
                 rows = json.loads(line + file.read()) if is_list else [json.loads(line)]
-            for row in rows:
-                yield take_text(row, column, f"{path}, line {number}"), True
+            for entry, row in enumerate(rows, 1):
+                where = f"entry {entry} of the list" if is_list else f"line {number}"
+                yield take_text(row, column, f"{path}, {where}"), True
 
 
 def take_text(row: Any, column: str, where: str) -> str:
-    """The text under `column` of a JSON object; null is an empty document. Raises UserError."""
+    """A text, or that under `column` of a JSON object; null is an empty one. Raises UserError."""
+    if isinstance(row, str):
+        return row
     if not isinstance(row, dict) or column not in row:
         names = list(row) if isinstance(row, dict) else row
         raise UserError(f"{where} has no {column!r} but {names!r:.200}; {OTHER_COLUMN}")
@@ -408,7 +418,8 @@ def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterato
             yield text or "", True
 
 
-READERS = dict(txt=read_text, md=read_text, json=read_jsonl, jsonl=read_jsonl, parquet=read_parquet)
+READERS = dict(txt=read_text, md=read_text, parquet=read_parquet)
+READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), read_jsonl)
 
 
 def read_batches(
