@@ -48,6 +48,7 @@ RECORDS = HERE / "records"
 OUT = Path("log/records")
 TRIAL = 160  # updates of a short run
 SCORES = 8  # of a whole run
+Pace = tuple[float, float]  # seconds of an update, and how many more the first one takes
 CLOCKS = 1.15  # of the record's time by our clock may an entry take: paces are not exact
 
 
@@ -220,9 +221,10 @@ def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, 
             result["paces"] = find_paces(sides, places)
         for name, seed in turns:
             if (name, seed) not in done:
-                update, start = result["paces"][name]
+                update, start = np.median(result["paces"][name], axis=0)
                 every = max(1, int((60 * defined["minutes"] - start) / update / SCORES))
-                run = train_and_score(sides[name], places[name], every, seed)
+                run, own_pace = train_and_score(sides[name], places[name], every, seed)
+                result["paces"][name].append(own_pace)
                 result["runs"].append(dict(name=name, seed=seed) | run)
                 write_whole(file, json.dumps(result, indent=1).encode())
                 say(f"{name}, seed {seed}: {run['val_loss']:.4f} bits per byte")
@@ -230,23 +232,28 @@ def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, 
     return result
 
 
-def find_paces(sides: dict[str, Entry], places: dict[str, Path]) -> dict[str, list[float]]:
-    """Medians of short runs in turns: seconds of an update, and of compiling."""
-    turns: dict[str, list] = {name: [] for name in sides}
+def find_paces(sides: dict[str, Entry], places: dict[str, Path]) -> dict[str, list[Pace]]:
+    """By short runs in turns. Later, whole runs add theirs, because the machine's speed changes."""
+    paces: dict[str, list[Pace]] = {name: [] for name in sides}
     for name, side in [*sides.items()] * TURNS:
         _, seconds = train(side, places[name], TRIAL, 0, every=0)
-        turns[name].append(pace([(1, seconds[0], 0), (TRIAL, seconds[-1], 0)]))
-        say(f"{name}: {1000 * turns[name][-1][0]:.0f} ms an update")
-    return {name: np.median(found, axis=0).tolist() for name, found in turns.items()}
+        paces[name].append(pace_of(seconds))
+        say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
+    return paces
 
 
-def train_and_score(side: Entry, place: Path, every: int, seed: int) -> dict[str, Any]:
+def pace_of(seconds: list[float]) -> Pace:
+    return pace([(1, seconds[0], 0), (len(seconds), seconds[-1], 0)])
+
+
+def train_and_score(side: Entry, place: Path, every: int, seed: int) -> tuple[dict, Pace]:
     """Trains for SCORES × every updates. Returns what compare_pairs wants, and our clock's time."""
     steps = [every * i for i in range(1, SCORES + 1)]
     took, seconds = train(side, place, steps[-1], seed, every)
     bits = [score(place / "log" / f"ckpt_{step:06d}", place / "scored") for step in steps]
     at = [seconds[step - 1] for step in steps]
-    return dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1])
+    run = dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1])
+    return run, pace_of(seconds)
 
 
 def judge(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:

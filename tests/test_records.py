@@ -97,16 +97,18 @@ def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race
 
 
 def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
-    def train_and_score(side, _place, _every, seed):
+    def train_and_score(side, _place, every, seed):
         trained.append((side.name, seed))
+        fits.append(8 * every)
         if len(trained) == 4:
             raise KeyboardInterrupt
-        return run(2.0 + seed / 1e6)
+        return run(2.0 + seed / 1e6), (2.0, 0.0)
 
     trained: list = []
+    fits: list = []
     monkeypatch.setattr(records, "prepare", lambda *_: None)
     monkeypatch.setattr(
-        records, "find_paces", lambda sides, _: {name: [1.0, 0.0] for name in sides}
+        records, "find_paces", lambda sides, _: {name: [(1.0, 0.0)] for name in sides}
     )
     monkeypatch.setattr(records, "train_and_score", train_and_score)
     for name in ("01-start", "02-rate"):
@@ -115,6 +117,7 @@ def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
         records.main(["--check=02-rate"])
     records.main(["--check=02-rate"])
     assert trained[4:5] == trained[3:4] and len({*trained}) == 8
+    assert fits[:6] == [176, 176, 120, 120, 120, 88], "medians of all paces so far"
     records.main(["--check=02-rate", "--seeds=5"])
     assert len({*trained}) == 10 and len(trained) == 11, "one seed more"
     (race / "02-rate" / "change.diff").write_text("another")
