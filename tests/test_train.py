@@ -1061,6 +1061,25 @@ def test_a_containers_limit_counts_as_usable_cores(monkeypatch, tmp_path, limit,
     assert len(threads) == (cores == 2), "what one types is taken"
 
 
+@pytest.mark.parametrize("tightest", ["", "job", "job/step"])
+def test_a_limit_of_any_group_around_a_process_counts(monkeypatch, tmp_path, tightest):
+    for group in ("", "job", "job/step"):
+        folder = tmp_path / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        is_tightest = group == tightest
+        limits = ("100000 100000", "3000") if is_tightest else ("max 100000", "max")
+        files = dict(zip(("cpu.max", "memory.max"), limits, strict=True))
+        files |= {"memory.current": "2500", "memory.stat": "inactive_file 500"}
+        for name, text in files.items():
+            (folder / name).write_text(text)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/job/step\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8000 kB")
+    monkeypatch.setattr("support.base.process.Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    assert usable_cores() == 1 and free_memory(torch.device("cpu")) == 1000
+
+
 def test_what_to_do_when_a_gpu_is_full_depends_on_what_was_tried():
     for batch_size, checkpointing, advice in [
         (8, False, "--batch-size 4"),

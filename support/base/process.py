@@ -23,10 +23,17 @@ def usable_cores() -> int:
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    if limit := find_in("/sys/fs/cgroup/cpu.max", r"(\d+ \d+)"):  # a container's, or it says "max"
-        quota, period = map(int, limit.split())
-        cores = min(cores, math.ceil(quota / period))
+    for group in control_groups():
+        if limit := find_in(f"{group}/cpu.max", r"(\d+ \d+)"):  # or it says "max"
+            quota, period = map(int, limit.split())
+            cores = min(cores, math.ceil(quota / period))
     return cores
+
+
+def control_groups() -> list[str]:
+    """The folders of Linux' control group of this process, and of all around it: each may limit."""
+    names = find_in("/proc/self/cgroup", r"(?:^|\n)0::/(.*)").split("/")
+    return [f"/sys/fs/cgroup/{'/'.join(names[:n])}" for n in range(len(names) + 1)]
 
 
 def as_typed(program: str) -> str:

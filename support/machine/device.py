@@ -18,7 +18,7 @@ import torch
 
 from support.base.console import counted, say_once
 from support.base.errors import UserError
-from support.base.process import as_typed, find_in, usable_cores
+from support.base.process import as_typed, control_groups, find_in, usable_cores
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -208,10 +208,11 @@ def free_memory(device: torch.device, processes: int = 1) -> int:
     free = 1024 * int(find_in("/proc/meminfo", r"MemAvailable:\s*(\d+)") or 0)
     if not free:  # macOS does not say
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    if limit := find_in("/sys/fs/cgroup/memory.max", r"(\d+)"):  # a container's, or it says "max"
-        used = find_in("/sys/fs/cgroup/memory.current", r"(\d+)")
-        cached = find_in("/sys/fs/cgroup/memory.stat", r"inactive_file (\d+)")  # can be freed
-        free = min(free, int(limit) - int(used) + int(cached))
+    for group in control_groups():
+        if limit := find_in(f"{group}/memory.max", r"(\d+)"):  # or it says "max"
+            used = find_in(f"{group}/memory.current", r"(\d+)")
+            cached = find_in(f"{group}/memory.stat", r"inactive_file (\d+)")  # can be freed
+            free = min(free, int(limit) - int(used) + int(cached))
     return free // processes
 
 
