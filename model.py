@@ -364,7 +364,7 @@ class GPT(nn.Module):
         if the files cannot be read or belong to another model.
         """
         files = hf.read_model(name_or_dir)
-        hf.refuse_other_change(files, lambda: cls(GPTConfig(**files.fields)))
+        hf.refuse_other_change(files, GPTConfig, cls)
         config = GPTConfig(**((defaults or {}) | files.fields | overrides))
         with torch.device("meta"):  # draws no random weights
             model = cls(config)

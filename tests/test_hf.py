@@ -601,8 +601,8 @@ def test_a_changed_model_that_an_earlier_revision_wrote_is_known_again(monkeypat
     assert changed.difference == "its logits differ by 0.00089 standard deviations"
     written = [0.0599712, -0.0403290, -0.2295441, 0.0408342]
     assert changed.logits[:4] == pytest.approx(written, abs=1e-5)
-    without_loss = Pretrained({}, {}, "old", gpt2(), replace(changed, loss=math.nan))
-    refuse_other_change(without_loss, lambda: GPT(GPTConfig(**SMALL)))
+    without_loss = Pretrained(SMALL, {}, "old", gpt2(), replace(changed, loss=math.nan))
+    refuse_other_change(without_loss, GPTConfig, GPT)
 
 
 def cut_a_layer(ours):
@@ -664,6 +664,25 @@ def test_changed_models_of_which_no_small_form_runs_are_told_apart(tmp_path, mon
     del config["fingerprint_of"]  # an earlier revision had other words for the same
     (tmp_path / "config.json").write_text(json.dumps(config))
     GPT.from_pretrained(tmp_path)
+
+
+def test_an_error_of_ones_own_change_keeps_its_traceback_and_a_field_of_another_is_told(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(model.MLP, "forward", exact_gelu)
+    random_model().save_pretrained(tmp_path)
+
+    def broken(self, config):
+        config.n_embd // 0
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(model.MLP, "__init__", broken)
+        GPT.from_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["gpt_config"]["n_kv_head"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    with pytest.raises(UserError, match=r"the changed GPT-2 in .* unexpected .*'n_kv_head'"):
+        GPT.from_pretrained(tmp_path)
 
 
 def test_a_change_of_the_logits_alone_says_that_the_loss_has_none(monkeypatch):

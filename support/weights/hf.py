@@ -277,13 +277,17 @@ def load_weights(model: GPT, fields: dict[str, Any], weights: Weights) -> None:
         model.load_state_dict(weights)
 
 
-def refuse_other_change(files: Pretrained, make: Callable[[], GPT]) -> None:
-    """Raises UserError if changed code wrote the files, and make() is not changed as it was."""
+def refuse_other_change(
+    files: Pretrained, make_config: Callable[..., Any], make: Callable[[Any], GPT]
+) -> None:
+    """Raises UserError if changed code wrote the files, and what it makes is not changed alike."""
     written = files.fingerprint
     if written is None:
         return
-    with reading(f"the changed GPT-2 in {files.origin}"), torch.device("meta"):
-        ours = take_fingerprint(make(), written.shapes)
+    with reading(f"the changed GPT-2 in {files.origin}"):
+        config = make_config(**files.fields)
+    with torch.device("meta"):  # an error of one's own change keeps its file and line
+        ours = take_fingerprint(make(config), written.shapes)
     expected = torch.tensor(written.logits)
     # all to go by if no small model runs; older files have other words for it
     differs: object = ours.difference != written.difference and written.shapes != EARLIER
