@@ -98,7 +98,7 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
     if config.minutes:  # its small updates may wait for launches
         rate = min(rate, config.total_batch_size / minutes.LAUNCHING)
     saved = state_memory(model, config, width=4)
-    gigabytes = (saved["weights"] + saved["optimizer state"]) / 1e9
+    checkpoint = saved["weights"] + saved["optimizer state"]
     kept = config.keep_checkpoints + 1 + (config.val_every > 0)  # one is written, one is the best
     total = f"{tokens / 1e9:.1f}B" if tokens >= 1e9 else f"{tokens / 1e6:.1f}M"
     sizes = f"{shape.n_layer} layers of {shape.n_embd}, T {shape.block_size}"
@@ -109,8 +109,8 @@ def plan_run(config: PlanConfig) -> dict[str, tuple[str, str]]:
         **plan_memory(config, model, GPUS[config.gpu][1]),
         "speed": (f"{rate:,.0f} tokens/s", source),
         **plan_cost(config, estimate_seconds(config, rate), find_range(config, rate)),
-        "checkpoint": (f"{gigabytes:.1f} GB", f"{kept} of them: {kept * gigabytes:.1f} GB"),
-        "data": (f"{2 * tokens / 1e9:.1f} GB", "if each token is read once"),
+        "checkpoint": (show_bytes(checkpoint), f"{kept} of them: {show_bytes(kept * checkpoint)}"),
+        "data": (show_bytes(2 * tokens), "if each token is read once"),
     }
     if config.minutes:
         facts["flags"] = (shlex.join(config.as_flags()), "")
@@ -176,7 +176,7 @@ def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tup
     B = config.batch_size or largest_batch(sequences, lambda B: sum(estimate(B).values()) <= room)
     sizes = estimate(B)
     needed = sum(sizes.values())
-    total = f"{needed / 1e9:.0f} GB"
+    total = f"{needed / 1e9:.0f} GB" if needed >= 1e10 else show_bytes(needed)
     note = f"of {gigabytes} GB, for an eager step; a compiled one needs less"
     if needed > room:
         total += ": too much"
@@ -184,8 +184,12 @@ def plan_memory(config: PlanConfig, model: GPT, gigabytes: int) -> dict[str, tup
     return {
         "B × accumulation": (f"{B} × {sequences // B}", ""),
         "memory per GPU": (total, note),
-        **{f"  {part}": (f"{size / 1e9:.1f} GB", "") for part, size in sizes.items()},
+        **{f"  {part}": (show_bytes(size), "") for part, size in sizes.items()},
     }
+
+
+def show_bytes(size: float) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def estimate_seconds(config: PlanConfig, rate: float) -> float:

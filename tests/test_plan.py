@@ -312,6 +312,12 @@ def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
     assert facts(f"{flags} 512 --activation-checkpointing"), "which changes no result"
 
 
+def test_what_is_less_than_a_tenth_of_a_gigabyte_is_told_in_megabytes():
+    planned = facts("--preset quickstart")
+    assert planned["  weights"] == "7.5 MB" and planned["data"] == "3.9 MB"
+    assert planned["memory per GPU"] == "96.7 MB"
+
+
 def test_a_model_of_the_hub_is_planned_without_its_weights(tmp_path, monkeypatch):
     GPT(GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=8)).save_pretrained(tmp_path)
     asked = []
