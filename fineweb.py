@@ -61,8 +61,9 @@ class Source:
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
     # tinyshakespeare, tales (books for children), stdlib (Python's library), a path or glob of
-    # .txt, .jsonl and .parquet files, hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or
-    # tokens:OWNER/NAME (ready shards of GPT-2's tokens on the hub)
+    # text (.txt, .md, .json, .jsonl, .ndjson, .parquet; packed by gzip, bzip2, xz or zstd, too),
+    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or tokens:OWNER/NAME (ready shards of GPT-2's tokens
+    # on the hub)
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
     val_source: tuple[str, ...] = ()

@@ -53,7 +53,8 @@ class Estimate:
     vocab_size: CountOrZero = 0  # vocabulary size; 0 = that of data_dir if it exists, else GPT-2's
     gpus: Count = 1  # how many GPUs, each with its own process
     gpu: str = "H100"  # H100 | H200 | B200 | A100 | L4 | RTX-4090 | …; a wrong name lists them all
-    # the fraction of the GPU's published peak that training reaches: published are 29% to 41%
+    # the fraction of the GPU's published peak that training reaches: published are 29% to 41%; one
+    # H200 reached 45% here
     mfu: Fraction = 0.4
     record: str = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
     tokens_per_second: Amount = 0.0  # the measured speed of all GPUs together; 0 = from the MFU
