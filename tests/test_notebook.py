@@ -12,11 +12,13 @@ from conftest import ROOT, environment
 from test_plots import write_run
 
 from model import GPT, GPTConfig
+from support.show import notebook as wing
 
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
+PAGE = ROOT / "play.ipynb"
 MACHINE_PATH = re.compile(r"(/home/|/root/|/work/|/tmp/|/Users/|[A-Z]:\\\\)\w")
 
 
@@ -40,6 +42,22 @@ def execute(directory, monkeypatch, last_cell="", offline="1") -> Any:
     where = {"metadata": {"path": str(directory)}}
     client = nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240, resources=where)
     return client.execute()
+
+
+def test_cells_say_what_they_skip_of_a_model_with_a_short_context_or_without_positions(capsys):
+    """As by the page's rotary diff, or by --minutes on a few kilobytes."""
+    tiny = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4))
+    example = dict(ctx="one two three", endings=["four five", "six seven eight nine"])
+    assert wing.can_read(tiny, dict(ctx="one", endings=["two"]))
+    assert not wing.can_read(tiny, example | dict(ctx="one two three four five"))
+    del tiny.transformer["wpe"]
+    assert not wing.has_positions(tiny)
+    full = GPT(GPTConfig(block_size=8, n_layer=1, n_head=1, n_embd=4))
+    assert len(wing.draw_weights({"untrained": full, "trained": tiny}).axes) == 3
+    told = capsys.readouterr().out
+    assert "reads 8 tokens, not these 9" in told and told.count("has no wpe") == 2
+    cells = "".join("".join(cell.source) for cell in nbformat.read(PAGE, as_version=4).cells)
+    assert cells.count("notebook.has_positions(trained)") == 2 and "can_read(trained" in cells
 
 
 def outputs(notebook):

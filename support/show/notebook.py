@@ -38,8 +38,26 @@ def find_previous_token_head(patterns: np.ndarray) -> tuple[int, int, float]:
     return layer, head, float(before.max())
 
 
+def has_positions(model: GPT) -> bool:
+    """Whether a model has position embeddings, as GPT-2 has; says if not: it may be changed."""
+    found = "wpe" in model.transformer
+    if not found:
+        print("the trained model has no wpe, so this looks at none of it")
+    return found
+
+
+def can_read(model: GPT, example: dict[str, Any]) -> bool:
+    """Whether a model's context holds an example of HellaSwag; says if not."""
+    encode = model.tokenizer.encode
+    longest = max(len(encode(f"{example['ctx']} {ending}")) for ending in example["endings"])
+    if longest > model.config.block_size:
+        print(f"the trained model reads {model.config.block_size} tokens, not these {longest}")
+    return longest <= model.config.block_size
+
+
 def draw_weights(models: dict[str, GPT]) -> Any:
     """Draws of each model a corner of wpe, three of its channels, and a corner of c_attn."""
+    models = {name: each for name, each in models.items() if has_positions(each)}
     figure, axes = plots.new_figure(len(models), 3, height=2.6)
     for row, (name, each) in enumerate(models.items()):
         image, channels, attention = axes[3 * row : 3 * row + 3]
