@@ -31,15 +31,15 @@ import torch.nn.functional as F
 
 from benchmarks import peers
 from benchmarks.race import TURNS, pace, write_tokens
-from compare import compare_pairs, interval, name_machine
+from compare import compare_pairs, name_machine
 from support.base.console import run_script, say
 from support.base.errors import UserError, reading
 from support.base.files import write_whole
-from support.base.flags import Positive, Range, parse_flags
+from support.base.flags import Positive, Range, drop_flags, parse_flags
 from support.base.programs import run_program
 from support.run.log import METRICS, read_metrics
 from support.run.source_code import HERE
-from support.show.comparison import show_interval
+from support.show.comparison import show_interval, show_loss
 from support.text.sources import TINYSHAKESPEARE, TRAINING_CHARS
 from support.text.token_files import find_shards
 from support.text.tokenizer import gpt2, tokenizer_of_data
@@ -49,7 +49,9 @@ OUT = Path("log/records")
 TRIAL = 160  # updates of a short run
 SCORES = 8  # of a whole run
 Pace = tuple[float, float]  # seconds of an update, and how many more the first one takes
-CLOCKS = 1.15  # of the record's time by our clock may an entry take: paces are not exact
+CLOCKS = 1.15  # times as long as the record may an entry take by our clock: paces are not exact
+# what a race does without
+OF_EVALUATIONS = ("--val-tokens", "--sample-tokens", "--num-samples", "--sample-prompt")
 
 
 @dataclass(frozen=True)
@@ -79,27 +81,27 @@ class Entry:
     change: str  # the SHA-256 of its change.diff; empty if there is none
 
 
-def define(config: RecordsConfig, folder: Path) -> dict[str, Any]:
-    """The beginning of a new record.json."""
-    revision = git(HERE, "rev-parse", "--short", f"{config.revision}^{{commit}}").strip()
-    entry = Entry(folder.name, revision, config.flags, config.data, hash_change(folder))
-    beside = asdict(entry)  # if it is the first
-    for name, record in find_records().items():
-        holds = name < folder.name and judge(record)[0] in ("the first", "holds")
-        if name == config.beside or (holds and not config.beside):
-            beside = record["entry"]
-    return dict(entry=asdict(entry), beside=beside, minutes=config.minutes)
-
-
-def define_check(folder: Path) -> dict[str, Any]:
-    """The beginning of a check.json: what a measured entry's record.json says."""
-    with reading(folder / "record.json", "measure it first: --measure"):
-        record = json.loads((folder / "record.json").read_bytes())
-        defined = {key: record[key] for key in ("entry", "beside", "minutes")}
-    if hash_change(folder) != record["entry"]["change"]:
+def define(config: RecordsConfig, folder: Path, record: dict | None = None) -> dict[str, Any]:
+    """What is trained beside what, for how long. record: of an entry that was measured."""
+    known = record["entry"] if record else vars(config)
+    revision = git(HERE, "rev-parse", "--short", f"{known['revision']}^{{commit}}").strip()
+    entry = Entry(folder.name, revision, known["flags"], known["data"], hash_change(folder))
+    if record:  # else the revision has code that no reader of the diff sees
+        git(HERE, "merge-base", "--is-ancestor", revision, "HEAD")
+    if record and entry.change != known["change"]:
         problem = f"{folder}: change.diff is not the one that record.json was made with"
         raise UserError(f"{problem}: delete record.json, and measure it again")
-    return defined
+    earlier = {name: found for name, found in find_records().items() if name < folder.name}
+    verdicts = {name: judge(found)[0] for name, found in earlier.items()}
+    waiting = [name for name, verdict in verdicts.items() if verdict == "not checked"]
+    if waiting and not config.beside:
+        raise UserError(f"{waiting[0]} is not checked: check it first, or choose --beside")
+    holding = [name for name, verdict in verdicts.items() if verdict in ("the first", "holds")]
+    beside = config.beside or (holding[-1] if holding else entry.name)
+    if beside not in {*earlier, entry.name}:
+        raise UserError(f"--beside {beside}: expected one of {', '.join(earlier)}")
+    opponent = earlier[beside]["entry"] if beside in earlier else asdict(entry)
+    return dict(entry=asdict(entry), beside=opponent, minutes=config.minutes)
 
 
 def hash_change(folder: Path) -> str:
@@ -123,12 +125,12 @@ def find_records() -> dict[str, dict]:
 def git(clone: Path, *args: str) -> str:
     done = subprocess.run(["git", "-C", str(clone), *args], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"git {shlex.join(args)}: {done.stderr.strip()}")
+        raise UserError(f"git {shlex.join(args)}: {done.stderr.strip() or 'no'}")
     return done.stdout
 
 
-def prepare(entry: Entry, change: Path, place: Path) -> None:
-    """Makes the entry's copy and, with its own code, its tokens. Takes what it is scored on away.
+def prepare(entry: Entry, change: Path, place: Path, scored: Path) -> None:
+    """Makes the entry's copy and, with its own code, its tokens. What it is scored on goes apart.
 
     Raises UserError if the tokens are not Tiny Shakespeare's as nanoGPT splits it, or if the
     vocabulary knows more than the text for training.
@@ -138,9 +140,10 @@ def prepare(entry: Entry, change: Path, place: Path) -> None:
     git(code, "checkout", "--quiet", entry.revision)
     if entry.change:
         git(code, "apply", str(change))
-    flags = ["--source=tinyshakespeare", f"--data-dir={data}", *shlex.split(entry.data)]
-    last = run_program([sys.executable, f"{code}/fineweb.py", *flags], place)
-    with reading(data, f"{place}/output.txt ends: {last}"):
+    shutil.rmtree(code / ".git")  # it has the text, too
+    flags = [*shlex.split(entry.data), "--source=tinyshakespeare", f"--data-dir={data}"]
+    last = run_program([sys.executable, f"{code}/fineweb.py", *flags], OUT / entry.name)
+    with reading(data, f"fineweb.py ended with: {last}"):
         tokenizer = tokenizer_of_data(str(data))
         splits = [find_shards(data, split) for split in ("train", "val")]
         tokens = [np.concatenate([p for s in shards for p in s.read_all()]) for shards in splits]
@@ -154,7 +157,7 @@ def prepare(entry: Entry, change: Path, place: Path) -> None:
     if foreign and tokenizer is not gpt2():
         problem = f"its vocabulary has {foreign[0]!r}, which is not in the text for training"
         raise UserError(f"{entry.name} does not hold: {problem}")
-    write_tokens(place / "scored", tokens, tokenizer.sizes.tolist())
+    write_tokens(scored, tokens, tokenizer.sizes.tolist())
     np.save(splits[1][0].path, tokens[0][: len(tokens[1])])  # text for training, in its place
     (code / "assets" / "tinyshakespeare.txt").unlink()
 
@@ -162,23 +165,31 @@ def prepare(entry: Entry, change: Path, place: Path) -> None:
 def train(entry: Entry, place: Path, updates: int, seed: int, every: int) -> tuple[float, list]:
     """Trains for some updates, with a checkpoint after `every` of them, if that is not 0.
 
-    Returns the seconds of the program by our clock, and those until the end of each update by its.
+    Returns the seconds of the program by our clock, and those until the end of each update by its;
+    none if the run diverged.
     """
-    log_dir = place / "log"
-    shutil.rmtree(log_dir, ignore_errors=True)
-    flags = f"""{entry.flags} --data-dir={place}/data --log-dir={log_dir} --device=cpu
-        --seed={seed} --max-steps={updates} --checkpoint-every={every} --checkpoint-minutes=0
-        --val-every=0 --sample-every=0 --hellaswag-every=0"""
-    keep = ["--keep-checkpoints=99"] if every else []
-    command = [sys.executable, f"{place}/code/train_gpt2.py", *shlex.split(flags), *keep]
+    run = place / "run"  # a copy, in which an earlier run has left nothing
+    shutil.rmtree(run, ignore_errors=True)
+    for part in ("code", "data"):
+        shutil.copytree(place / part, run / part)
+    own = drop_flags(shlex.split(entry.flags), *OF_EVALUATIONS)
+    flags = f"""--data-dir={run}/data --log-dir={run}/log --device=cpu --init-from=scratch
+        --resume=none --seed={seed} --max-steps={updates} --checkpoint-every={every}
+        --checkpoint-minutes=0 --val-every=0 --sample-every=0 --hellaswag-every=0"""
+    more = ["--keep-checkpoints=99"] if every else ["--warmup-steps=1"]
+    command = [sys.executable, f"{run}/code/train_gpt2.py", *own, *flags.split(), *more]
     began = time.perf_counter()
     # no compiled code of earlier runs
-    last = run_program(command, log_dir, {"TORCHINDUCTOR_CACHE_DIR": f"{log_dir}/cache"})
+    last = run_program(command, OUT / entry.name, {"TORCHINDUCTOR_CACHE_DIR": f"{run}/cache"})
     took = time.perf_counter() - began
-    records = read_metrics(log_dir / METRICS)
-    if not records or records[-1]["type"] != "end":
-        raise UserError(f"{log_dir}: {last}")
-    return took, np.cumsum([r["ms"] / 1000 for r in records if r["type"] == "train"]).tolist()
+    records = read_metrics(run / "log" / METRICS)
+    end = records[-1]["type"] if records else ""
+    if end not in ("end", "diverged"):
+        raise UserError(
+            f"{entry.name} ended early: {last} (all of it: {OUT / entry.name}/output.txt)"
+        )
+    ms = [record["ms"] for record in records if record["type"] == "train" and end == "end"]
+    return took, (np.cumsum(ms) / 1000).tolist()
 
 
 @torch.no_grad()
@@ -192,11 +203,19 @@ def score(checkpoint: Path, scored: Path) -> float:
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     if type(model) is not GPT2LMHeadModel:
         raise UserError(f"{checkpoint} does not hold: it is a {type(model).__name__}, no GPT-2")
+    T = model.config.n_positions
+    idx = torch.arange(T)[None] % model.config.vocab_size
+    later = idx.clone()
+    later[0, -1] = 0 if idx[0, -1] else 1
+    sees_it = not torch.allclose(model(idx).logits[:, :-1], model(later).logits[:, :-1], atol=1e-4)
+    if T > 1024 or sees_it:  # config.json may say "is_causal": false
+        problem = "it sees the tokens that it predicts" if sees_it else f"{T} positions"
+        raise UserError(f"{checkpoint} does not hold: {problem}, no GPT-2")
 
     def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(x).logits.flatten(0, 1), y.flatten(), ignore_index=-1)
 
-    return peers.score(loss, scored, model.config.n_positions)
+    return peers.score(loss, scored, T)
 
 
 # -- measuring and judging
@@ -213,21 +232,22 @@ def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, 
     sides = {side["name"]: Entry(**side) for side in (defined["beside"], defined["entry"])}
     turns = [(name, seed) for seed in result["seeds"] for name in sides]
     done = [(run["name"], run["seed"]) for run in result["runs"]]
-    with tempfile.TemporaryDirectory(prefix="race-") as folder:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as apart:
         places = {name: Path(folder, name) for name in sides}
         for name, side in sides.items():
-            prepare(side, RECORDS / name / "change.diff", places[name])
+            prepare(side, RECORDS / name / "change.diff", places[name], Path(apart, name))
         if turns and not result["paces"]:
             result["paces"] = find_paces(sides, places)
         for name, seed in turns:
             if (name, seed) not in done:
                 update, start = np.median(result["paces"][name], axis=0)
                 every = max(1, int((60 * defined["minutes"] - start) / update / SCORES))
-                run, own_pace = train_and_score(sides[name], places[name], every, seed)
-                result["paces"][name].append(own_pace)
+                scored = Path(apart, name)
+                run, seconds = train_and_score(sides[name], places[name], scored, every, seed)
+                result["paces"][name] += [pace_of(seconds)] if seconds else []
                 result["runs"].append(dict(name=name, seed=seed) | run)
                 write_whole(file, json.dumps(result, indent=1).encode())
-                say(f"{name}, seed {seed}: {run['val_loss']:.4f} bits per byte")
+                say(f"{name}, seed {seed}: {show_loss(run['val_loss'])} bits per byte")
     write_whole(file, json.dumps(result, indent=1).encode())
     return result
 
@@ -246,14 +266,21 @@ def pace_of(seconds: list[float]) -> Pace:
     return pace([(1, seconds[0], 0), (len(seconds), seconds[-1], 0)])
 
 
-def train_and_score(side: Entry, place: Path, every: int, seed: int) -> tuple[dict, Pace]:
-    """Trains for SCORES × every updates. Returns what compare_pairs wants, and our clock's time."""
+def train_and_score(
+    side: Entry, place: Path, scored: Path, every: int, seed: int
+) -> tuple[dict, list[float]]:
+    """Trains for SCORES × every updates.
+
+    Returns what compare_pairs wants and our clock's time, and the seconds of all updates.
+    """
     steps = [every * i for i in range(1, SCORES + 1)]
     took, seconds = train(side, place, steps[-1], seed, every)
-    bits = [score(place / "log" / f"ckpt_{step:06d}", place / "scored") for step in steps]
+    if not seconds:
+        return dict(took=took, tokens=[], seconds=[], losses=[], val_loss=None), []
+    log_dir = place / "run" / "log"
+    bits = [score(log_dir / f"ckpt_{step:06d}", scored) for step in steps]
     at = [seconds[step - 1] for step in steps]
-    run = dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1])
-    return run, pace_of(seconds)
+    return dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1]), seconds
 
 
 def judge(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -266,17 +293,18 @@ def judge(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return "the first", {}
     if len(own) < 2 or len(own) != len(base):
         return "not checked", {}
+    if any(run["val_loss"] is None for run in own):
+        return "does not hold: a run diverged", {}
     found = compare_pairs(record["entry"]["name"], own, base)
-    ratios = [run["took"] / other["took"] for run, other in zip(own, base, strict=True)]
-    found["clocks"], half = interval(ratios)
+    found["clocks"] = sum(run["took"] for run in own) / sum(run["took"] for run in base)
     reached = [math.inf if x is None else x for x in found["seconds"]]
-    found["minutes"] = record["minutes"] * np.mean(reached)
+    found["minutes"] = record["minutes"] * np.median(reached)
     found["bits"] = np.mean([run["val_loss"] for run in own])
     found["beside"] = np.mean([run["val_loss"] for run in base])
     found["by"] = show_interval(-found["mean"], found["half"])
     if len({run["val_loss"] for run in own}) < len(own):
-        return "does not hold: a seed changes nothing", found
-    if found["clocks"] - half > CLOCKS:
+        return "does not hold: it ignores the seed", found
+    if found["clocks"] > CLOCKS:
         return f"does not hold: its runs take {found['clocks']:.2f} × as long", found
     if found["mean"] > found["half"]:
         return "does not hold: it ends higher", found
@@ -291,25 +319,26 @@ def describe(record: dict[str, Any]) -> str:
         return f"{name}: {verdict}"
     return (
         f"{name}: {verdict}. It ends {found['by']} bits per byte below {base}, at "
-        f"{found['bits']:.3f}, and has {base}'s last loss after {found['minutes']:.2f} of "
-        f"{record['minutes']:g} minutes. By our clock, its runs take {found['clocks']:.2f} times "
-        "as long."
+        f"{found['bits']:.3f}, and has {base}'s last loss {show_minutes(found['minutes'])}. By our "
+        f"clock, its runs take {found['clocks']:.2f} times as long."
     )
+
+
+def show_minutes(minutes: float) -> str:
+    return "never" if math.isinf(minutes) else f"after {minutes:.2f} min"
 
 
 def format_table() -> str:
     """A row for each entry, the first one first, by its check."""
     heads = ["entry", "bits per byte", "nats per character", "the record's bits", "below it"]
-    lines = [
-        f"| {' | '.join(heads)} | has its last loss after | |",
-        "|---|---:|---:|---:|---:|---:|---|",
-    ]
+    heads += ["has its last loss", "verdict"]
+    lines = [f"| {' | '.join(heads)} |", "|---|---:|---:|---:|---:|---:|---|"]
     for name, record in find_records().items():
         verdict, found = judge(record)
         cells = [""] * 5
         if found:
             bits = [found["bits"], found["bits"] * math.log(2), found["beside"]]
-            reached = "never" if math.isinf(found["minutes"]) else f"{found['minutes']:.2f} min"
+            reached = show_minutes(found["minutes"])
             cells = [*(f"{x:.3f}" for x in bits), found["by"], reached]
         lines.append(f"| [{name}]({name}/) | {' | '.join(cells)} | {verdict} |")
     return "\n".join(lines)
@@ -323,7 +352,10 @@ def main(args: list[str]) -> None:
     if config.check:
         folder = RECORDS / Path(config.check).name
         drawn = [secrets.randbelow(10**6) for _ in seeds]
-        found = measure(define_check(folder), drawn, OUT / folder.name / "check.json")
+        with reading(folder / "record.json", "measure it first: --measure"):
+            record = json.loads((folder / "record.json").read_bytes())
+        defined = define(config, folder, record)
+        found = measure(defined, drawn, OUT / folder.name / "check.json")
     elif config.measure:
         folder = RECORDS / Path(config.measure).name
         found = measure(define(config, folder), seeds, folder / "record.json")

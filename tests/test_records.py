@@ -68,16 +68,20 @@ def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race
     seen = {}
 
     def look(checkpoint: Path, scored: Path) -> float:
-        place = scored.parent
+        place = checkpoint.parents[1]
         bits = score(checkpoint, scored)
-        seen[place.name] = bits
+        seen[scored.name] = bits
         val, train = (DataLoaderLite(place / "data", split, 4, 32) for split in ("val", "train"))
         assert np.array_equal(val.next_batch()[0], train.next_batch()[0]), "the text is not there"
-        assert not [*(place / "code").rglob("tinyshakespeare.txt")]
-        np.save(place / "val_000000.npy", np.fromfile(scored / "val.bin", np.uint16))
-        shutil.copy(place / "data" / "tokenizer.json", place)
+        assert not [*place.parent.rglob("tinyshakespeare.txt"), *place.parent.rglob(".git")]
+        assert not [*place.parent.rglob("val.bin")] and not (place / "code" / "left").exists()
+        (place / "code" / "left").touch()  # for the next run, which has a copy of its own
+        shards = scored / "shards"
+        shards.mkdir(exist_ok=True)
+        np.save(shards / "val_000000.npy", np.fromfile(scored / "val.bin", np.uint16))
+        shutil.copy(place / "data" / "tokenizer.json", shards)
         with start_world("cpu") as world:
-            loader = DataLoaderLite(place, "val", 4, 32)
+            loader = DataLoaderLite(shards, "val", 4, 32)
             model = GPT.from_pretrained(str(checkpoint)).eval()
             _, own, _ = validate(model, loader, 10**9, world, torch.float32, Stop(world))
         assert bits == pytest.approx(own, rel=1e-5)
@@ -86,7 +90,7 @@ def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race
     score = records.score
     monkeypatch.setattr(records, "score", look)
     monkeypatch.setattr(records, "SCORES", 1)
-    records.main(["--check=records/02-rate", "--seeds=2"])
+    records.main(["--check=records/02-rate", "--seeds=2", "--minutes=0.01"])
     file = race / "out" / "02-rate" / "check.json"
     found = json.loads(file.read_text())
     assert [r["name"] for r in found["runs"]] == ["01-start", "02-rate"] * 2
@@ -97,12 +101,12 @@ def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race
 
 
 def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
-    def train_and_score(side, _place, every, seed):
+    def train_and_score(side, _place, _scored, every, seed):
         trained.append((side.name, seed))
         fits.append(8 * every)
         if len(trained) == 4:
             raise KeyboardInterrupt
-        return run(2.0 + seed / 1e6), (2.0, 0.0)
+        return run(2.0 + seed / 1e6), [2.0, 4.0]
 
     trained: list = []
     fits: list = []
@@ -121,15 +125,35 @@ def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
     records.main(["--check=02-rate", "--seeds=5"])
     assert len({*trained}) == 10 and len(trained) == 11, "one seed more"
     (race / "02-rate" / "change.diff").write_text("another")
-    with pytest.raises(
-        UserError, match=r"change.diff is not the one that record.json was made with"
-    ):
+    with pytest.raises(UserError, match=r"change.diff is not the one that record.json"):
         records.main(["--check=02-rate"])
-    records.define(records.RecordsConfig(), race / "02-rate")
+    (race / "02-rate" / "record.json").unlink()
+    with pytest.raises(UserError, match="measure it first"):
+        records.main(["--check=02-rate"])
+    records.main(["--seeds=0", "--measure=02-rate"])
     with pytest.raises(UserError, match=r"check.json is of another entry or record: delete it"):
-        (race / "02-rate" / "record.json").unlink()
-        records.main(["--seeds=0", "--measure=02-rate"])
         records.main(["--check=02-rate"])
+
+
+def test_who_is_to_be_beaten_and_for_how_long_is_never_the_authors_word(race, repository):
+    flags = ["--seeds=0", "--minutes=0.5", f"--flags={SMALL}"]
+    for name in ("01-start", "02-rate"):
+        records.main([f"--measure={name}", *flags])
+    file = race / "02-rate" / "record.json"
+    forged = json.loads(file.read_text())
+    forged["beside"]["flags"] += " --learning-rate 1e-9"
+    file.write_text(json.dumps(forged))
+    defined = records.define(records.RecordsConfig(), race / "02-rate", forged)
+    assert defined["minutes"] == 3 and "1e-9" not in defined["beside"]["flags"]
+    with pytest.raises(UserError, match="02-rate is not checked: check it first"):
+        records.define(records.RecordsConfig(), race / "03-next")
+    with pytest.raises(UserError, match="--beside 9: expected one of 01-start, 02-rate"):
+        records.define(records.RecordsConfig(beside="9"), race / "03-next")
+    git = ["git", "-C", str(repository), "-c", "user.name=it", "-c", "user.email=it@here"]
+    hidden = [*git, "commit-tree", "HEAD^{tree}", "-m", "code that is in no diff"]
+    forged["entry"]["revision"] = subprocess.check_output(hidden, text=True).strip()
+    with pytest.raises(UserError, match=r"merge-base --is-ancestor .* HEAD: no"):
+        records.define(records.RecordsConfig(), race / "02-rate", forged)
 
 
 def run(val_loss: float, took: float = 200.0, **names) -> dict:
@@ -152,8 +176,8 @@ BASE = [2.10, 2.11, 2.12]
         ([2.05, 2.06, 2.08], 200, "holds", 2.92),
         ([2.05, 2.06, 2.08], 220, "holds", 2.92),
         ([2.05, 2.06, 2.08], 260, "does not hold: its runs take 1.30 × as long", 2.92),
-        ([2.05, 2.05, 2.05], 200, "does not hold: a seed changes nothing", 2.91),
-        ([2.05, 2.15, 2.08], 200, "not shown", math.inf),
+        ([2.05, 2.05, 2.05], 200, "does not hold: it ignores the seed", 2.91),
+        ([2.05, 2.15, 2.08], 200, "not shown", 2.93),
         ([2.15, 2.16, 2.18], 200, "does not hold: it ends higher", math.inf),
     ],
 )
@@ -170,8 +194,8 @@ def test_a_loss_that_is_typed_into_a_record_never_counts(race):
     forged = make_record([1.5, 1.51, 1.52], BASE)
     (race / "02-rate" / "record.json").write_text(json.dumps(forged))
     assert "| [02-rate](02-rate/) |  |  |  |  |  | not checked |" in records.format_table()
-    unclear = "2.107 | 1.460 | 2.110 | 0.00 ± 0.05 | never | not shown"
-    clear = "2.010 | 1.393 | 2.110 | 0.100 ± 0.012 | 2.85 min | holds"
+    unclear = "2.107 | 1.460 | 2.110 | 0.00 ± 0.05 | after 2.98 min | not shown"
+    clear = "2.010 | 1.393 | 2.110 | 0.100 ± 0.012 | after 2.85 min | holds"
     for own, row, best in (
         ([2.09, 2.13, 2.10], unclear, "01-start"),
         ([2.00, 2.005, 2.025], clear, "02-mine"),
@@ -210,7 +234,7 @@ def test_text_for_scores_in_the_source_or_in_the_vocabulary_is_found(
     monkeypatch.setattr(records, "run_program", make_tokens)
     entry = Entry("02-mine", "HEAD", "", "", "")
     with pytest.raises(UserError, match=f"02-mine does not hold: {words}"):
-        records.prepare(entry, race / "none", tmp_path / "place")
+        records.prepare(entry, race / "none", tmp_path / "place", tmp_path / "scored")
 
 
 def test_another_architecture_is_no_entry(tmp_path):
@@ -220,6 +244,10 @@ def test_another_architecture_is_no_entry(tmp_path):
     model.save_pretrained(tmp_path)
     with pytest.raises(UserError, match="it is a GPTNeoForCausalLM, no GPT-2"):
         records.score(tmp_path, tmp_path)
+    tiny = transformers.GPT2Config(n_layer=1, n_head=1, n_embd=4, n_positions=8, is_causal=False)
+    transformers.GPT2LMHeadModel(tiny).save_pretrained(tmp_path / "both-ways")
+    with pytest.raises(UserError, match="it sees the tokens that it predicts, no GPT-2"):
+        records.score(tmp_path / "both-ways", tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "our own"}')
     with pytest.raises(UserError, match="checkpoints must open in transformers"):
         records.score(tmp_path, tmp_path)
@@ -229,7 +257,7 @@ def test_the_page_has_the_records_as_they_are_committed():
     assert records.format_table() in PAGE
     for folder in (ROOT / "records").glob("*/"):
         assert (folder / "README.md").exists()
-        defined = records.define_check(folder)  # the diff is the one that was measured
-        if "check.json" in {file.name for file in folder.iterdir()}:
-            checked = json.loads((folder / "check.json").read_text())
-            assert checked | defined == checked
+        record = json.loads((folder / "record.json").read_text())
+        assert records.hash_change(folder) == record["entry"]["change"]
+        if (check := folder / "check.json").exists():
+            assert json.loads(check.read_text())["entry"] == record["entry"]
