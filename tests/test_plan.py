@@ -313,7 +313,7 @@ def test_a_model_from_files_is_planned_as_training_takes_it(tmp_path):
 
 
 def test_what_is_less_than_a_tenth_of_a_gigabyte_is_told_in_megabytes():
-    planned = facts("--preset quickstart")
+    planned = facts("--preset quickstart --vocab-size 1024")
     assert planned["  weights"] == "7.5 MB" and planned["data"] == "3.9 MB"
     assert planned["memory per GPU"] == "96.7 MB"
 
