@@ -35,7 +35,7 @@ from support.base.errors import UsageError, UserError
 from support.base.files import hash_file, write_whole
 from support.base.flags import drop_flags, flag_of, parse_flags
 from support.base.programs import Program, find_places, last_line, run_programs
-from support.run.log import LOG, METRICS, read_metrics, read_run, starts_of
+from support.run.log import LOG, METRICS, end_of, read_metrics, read_run, starts_of
 from support.run.source_code import compare_code, hash_code, read_code
 from support.show import comparison, plots
 from support.text.token_files import find_shards, identify
@@ -306,8 +306,7 @@ def read_outcome(directory: Path, measure: str) -> dict | None:
     if not (directory / LOG).exists():
         return None
     run = read_run(directory)
-    end = run.records[-1]["type"] if run.records else "begun"
-    if end not in ("end", "diverged"):
+    if not (end := end_of(run.records)):
         return None
     steps, losses = run.series(measure, "val")
     updates, wall = run.series("wall")

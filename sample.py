@@ -28,7 +28,6 @@ from support.weights.generation import compile_step, stream_texts
 from support.weights.hf import check_vocabulary
 
 PROMPT = TrainConfig.sample_prompt
-TOKENS = TrainConfig.sample_tokens
 ROWS = 64  # samples in a batch
 
 
@@ -103,7 +102,9 @@ def own_samples(model: str) -> tuple[str, int]:
     """The prompt and the tokens of samples by the run of a checkpoint; else the trainer's own."""
     starts = starts_of(read_metrics(Path(model).parent / METRICS, updates=False))
     config = starts[-1]["config"] if starts else {}
-    return config.get("sample_prompt", PROMPT), config.get("sample_tokens", TOKENS)
+    return config.get("sample_prompt", PROMPT), config.get(
+        "sample_tokens", TrainConfig.sample_tokens
+    )
 
 
 def pick_model() -> str:
@@ -122,15 +123,17 @@ def main(args: list[str]) -> None:
         raise UsageError("--interactive asks for prompts: leave --prompt out")
     config = replace(config, model=config.model or pick_model())
     is_bare = config.prompt is None and not config.interactive
-    prompt, tokens = own_samples(config.model)
     cut = is_bare and not config.max_new_tokens
-    prompts = [prompt] if is_bare else []
-    if config.prompt is not None:
+    prompts, tokens = [], 100
+    if is_bare:
+        prompt, tokens = own_samples(config.model)
+        prompts = [prompt]
+    elif config.prompt is not None:
         prompts = read_prompts(config.prompt)
     config = replace(
         config,
         num_samples=config.num_samples or (5 if is_bare and config.temperature else 1),
-        max_new_tokens=config.max_new_tokens or (tokens if is_bare else 100),
+        max_new_tokens=config.max_new_tokens or tokens,
     )
     device = pick_device(config.device)
     if config.compile and (reason := why_not_compile(device)):

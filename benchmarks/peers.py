@@ -5,7 +5,6 @@ import math
 import os
 import pickle
 import runpy
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,12 +25,13 @@ from config import TrainConfig
 from model import GPT, DataLoaderLite, GPTConfig
 from optim import decay_groups
 from support.base.errors import UserError
+from support.base.programs import run_program
 from support.machine.compile import compile_blocks
 from support.machine.device import autocast, keep_freed_memory, pick_dtype
 from support.machine.distributed import Stop, World
 from support.machine.graphs import Graphs, run_eagerly
 from support.machine.sharding import wrap
-from support.run.log import read_run
+from support.run.log import METRICS, end_of, read_metrics, read_run
 from support.text.tokenizer import gpt2
 from support.weights.generation import compile_step
 from train_gpt2 import learning_rate, train_step
@@ -326,7 +326,9 @@ def train_here(
     every = f"--max-steps {updates} --val-every {updates // scores} --val-tokens {10**9}"
     how = f"--learning-rate {rate} --seed {seed} --device cpu --overwrite --log-dir {folder}/log"
     command = [sys.executable, "train_gpt2.py", *flags, *f"{off} {every} {how}".split()]
-    subprocess.run(command, check=True)
+    last = run_program(command, folder)
+    if end_of(read_metrics(folder / "log" / METRICS)) != "end":
+        raise UserError(f"this repository's training ended early: {last}")
     run = read_run(folder / "log")
     seconds = np.cumsum(run.series("ms")[1]) / 1000
     validations = zip(*run.series("bits_per_byte", "val"), strict=True)

@@ -18,7 +18,7 @@ import os
 import pickle
 import shlex
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
@@ -139,14 +139,13 @@ def pace(points: list[peers.Point]) -> tuple[float, float]:
     return update, max(0.0, began - first * update)
 
 
-def find_paces(sides: Sides) -> dict[str, list[float]]:
-    """Each side's median pace of short runs, which take turns: the machine's speed changes."""
-    paces: dict[str, list] = {name: [] for name in sides}
-    for _ in range(TURNS):
-        for name, (train, rates) in sides.items():
-            paces[name].append(pace(in_new_process(train, TRIAL, rates[0], SEEDS[0], 2)))
-            say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
-    return {name: np.median(paces[name], axis=0).tolist() for name in sides}
+def find_paces(trials: Mapping[str, Callable[[], list[peers.Point]]]) -> dict[str, list]:
+    """The paces of each side's short runs, which take turns: the machine's speed changes."""
+    paces: dict[str, list] = {name: [] for name in trials}
+    for name, trial in [*trials.items()] * TURNS:
+        paces[name].append(pace(trial()))
+        say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
+    return paces
 
 
 def race(config: MinutesConfig, command: str) -> dict:
@@ -167,17 +166,22 @@ def race(config: MinutesConfig, command: str) -> dict:
         sides = find_sides(config, result["flags"], Path(folder))
         paces = result.setdefault("paces", {})
         if new := {name: side for name, side in sides.items() if name not in paces}:
-            paces |= find_paces(new)
+            trials = {
+                name: partial(in_new_process, train, TRIAL, rates[0], SEEDS[0], 2)
+                for name, (train, rates) in new.items()
+            }
+            for name, turns in find_paces(trials).items():
+                paces[name] = np.median(turns, axis=0).tolist()
             settings = parse_command_line(shlex.split(config.ours))
             if settings.minutes and THIS_REPOSITORY in new:
-                updates = fit(config, *paces[THIS_REPOSITORY])
+                updates = fit(config.minutes, *paces[THIS_REPOSITORY])
                 result["flags"] = schedule(result["flags"], updates, settings.typed)
                 sides = find_sides(config, result["flags"], Path(folder))
             write_whole(record, json.dumps(result, indent=1).encode())
         while missing := find_missing(sides, result["runs"], SEEDS[: config.seeds]):
             name, rate, seed = missing
             update, start = paces[name]
-            updates = fit(config, update, start)
+            updates = fit(config.minutes, update, start)
             scores = in_new_process(sides[name][0], updates, rate, seed, SCORES)
             points = [(n, start + n * update, bits) for n, _, bits in scores]
             result["runs"].append(dict(name=name, rate=rate, seed=seed, points=points))
@@ -186,9 +190,9 @@ def race(config: MinutesConfig, command: str) -> dict:
     return result
 
 
-def fit(config: MinutesConfig, update: float, start: float) -> int:
-    """How many updates fit, a multiple of SCORES. Takes the seconds of one and of compiling."""
-    return max(1, int((60 * config.minutes - start) / update / SCORES)) * SCORES
+def fit(minutes: float, update: float, start: float, scores: int = SCORES) -> int:
+    """How many updates fit, a multiple of `scores`. Takes the seconds of one and of compiling."""
+    return max(1, int((60 * minutes - start) / update / scores)) * scores
 
 
 def find_missing(sides: Sides, runs: list[dict], seeds: tuple) -> tuple[str, float, int] | None:

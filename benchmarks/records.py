@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,14 +31,15 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import peers
-from benchmarks.race import TURNS, pace, write_tokens
-from compare import compare_pairs, name_machine
+from benchmarks.race import find_paces, fit, pace, write_tokens
+from compare import ask, compare_pairs, name_machine
+from config import idle_settings
 from support.base.console import run_script, say
 from support.base.errors import UserError, reading
 from support.base.files import write_whole
-from support.base.flags import Positive, Range, drop_flags, parse_flags
+from support.base.flags import Positive, Range, drop_flags, flag_of, parse_flags
 from support.base.programs import run_program
-from support.run.log import METRICS, read_metrics
+from support.run.log import METRICS, end_of, read_metrics
 from support.run.source_code import HERE
 from support.show.comparison import show_interval, show_loss
 from support.text.sources import TINYSHAKESPEARE, TRAINING_CHARS
@@ -48,10 +50,7 @@ RECORDS = HERE / "records"
 OUT = Path("log/records")
 TRIAL = 160  # updates of a short run
 SCORES = 8  # of a whole run
-Pace = tuple[float, float]  # seconds of an update, and how many more the first one takes
 CLOCKS = 1.15  # times as long as the record may an entry take by our clock: paces are not exact
-# what a race does without
-OF_EVALUATIONS = ("--val-tokens", "--sample-tokens", "--num-samples", "--sample-prompt")
 
 
 @dataclass(frozen=True)
@@ -172,19 +171,20 @@ def train(entry: Entry, place: Path, updates: int, seed: int, every: int) -> tup
     shutil.rmtree(run, ignore_errors=True)
     for part in ("code", "data"):
         shutil.copytree(place / part, run / part)
-    own = drop_flags(shlex.split(entry.flags), *OF_EVALUATIONS)
     flags = f"""--data-dir={run}/data --log-dir={run}/log --device=cpu --init-from=scratch
         --resume=none --seed={seed} --max-steps={updates} --checkpoint-every={every}
         --checkpoint-minutes=0 --val-every=0 --sample-every=0 --hellaswag-every=0"""
-    more = ["--keep-checkpoints=99"] if every else ["--warmup-steps=1"]
-    command = [sys.executable, f"{run}/code/train_gpt2.py", *own, *flags.split(), *more]
+    ours = [*flags.split(), "--keep-checkpoints=99" if every else "--warmup-steps=1"]
+    theirs = shlex.split(entry.flags)
+    settings, _ = ask(run / "code", [*theirs, *ours])
+    theirs = drop_flags(theirs, *map(flag_of, idle_settings(settings)))  # of evaluations
+    command = [sys.executable, f"{run}/code/train_gpt2.py", *theirs, *ours]
     began = time.perf_counter()
     # no compiled code of earlier runs
     last = run_program(command, OUT / entry.name, {"TORCHINDUCTOR_CACHE_DIR": f"{run}/cache"})
     took = time.perf_counter() - began
     records = read_metrics(run / "log" / METRICS)
-    end = records[-1]["type"] if records else ""
-    if end not in ("end", "diverged"):
+    if not (end := end_of(records)):
         raise UserError(
             f"{entry.name} ended early: {last} (all of it: {OUT / entry.name}/output.txt)"
         )
@@ -230,21 +230,24 @@ def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, 
             raise UserError(f"{file} is of another entry or record: delete it to measure again")
     result["seeds"] += seeds[len(result["seeds"]) :]
     sides = {side["name"]: Entry(**side) for side in (defined["beside"], defined["entry"])}
-    turns = [(name, seed) for seed in result["seeds"] for name in sides]
     done = [(run["name"], run["seed"]) for run in result["runs"]]
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as apart:
-        places = {name: Path(folder, name) for name in sides}
-        for name, side in sides.items():
-            prepare(side, RECORDS / name / "change.diff", places[name], Path(apart, name))
-        if turns and not result["paces"]:
-            result["paces"] = find_paces(sides, places)
-        for name, seed in turns:
-            if (name, seed) not in done:
+    turns = [(name, seed) for seed in result["seeds"] for name in sides]
+    if missing := [turn for turn in turns if turn not in done]:
+        with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as apart:
+            places = {name: Path(folder, name) for name in sides}
+            for name, side in sides.items():
+                prepare(side, RECORDS / name / "change.diff", places[name], Path(apart, name))
+            if not result["paces"]:
+                trials = {name: partial(try_out, sides[name], places[name]) for name in sides}
+                result["paces"] = find_paces(trials)
+            for name, seed in missing:
                 update, start = np.median(result["paces"][name], axis=0)
-                every = max(1, int((60 * defined["minutes"] - start) / update / SCORES))
-                scored = Path(apart, name)
-                run, seconds = train_and_score(sides[name], places[name], scored, every, seed)
-                result["paces"][name] += [pace_of(seconds)] if seconds else []
+                updates = fit(defined["minutes"], update, start, SCORES)
+                run, points = train_and_score(
+                    sides[name], places[name], Path(apart, name), updates, seed
+                )
+                # whole runs count, too, because the machine's speed changes
+                result["paces"][name] += [pace(points)] if points else []
                 result["runs"].append(dict(name=name, seed=seed) | run)
                 write_whole(file, json.dumps(result, indent=1).encode())
                 say(f"{name}, seed {seed}: {show_loss(run['val_loss'])} bits per byte")
@@ -252,35 +255,33 @@ def measure(defined: dict[str, Any], seeds: list[int], file: Path) -> dict[str, 
     return result
 
 
-def find_paces(sides: dict[str, Entry], places: dict[str, Path]) -> dict[str, list[Pace]]:
-    """By short runs in turns. Later, whole runs add theirs, because the machine's speed changes."""
-    paces: dict[str, list[Pace]] = {name: [] for name in sides}
-    for name, side in [*sides.items()] * TURNS:
-        _, seconds = train(side, places[name], TRIAL, 0, every=0)
-        paces[name].append(pace_of(seconds))
-        say(f"{name}: {1000 * paces[name][-1][0]:.0f} ms an update")
-    return paces
+def try_out(side: Entry, place: Path) -> list[peers.Point]:
+    """The first and the last point of a short run, for its pace."""
+    _, seconds = train(side, place, TRIAL, 0, every=0)
+    return ends_of(seconds)
 
 
-def pace_of(seconds: list[float]) -> Pace:
-    return pace([(1, seconds[0], 0), (len(seconds), seconds[-1], 0)])
+def ends_of(seconds: list[float]) -> list[peers.Point]:
+    return [(1, seconds[0], 0.0), (len(seconds), seconds[-1], 0.0)]
 
 
 def train_and_score(
-    side: Entry, place: Path, scored: Path, every: int, seed: int
-) -> tuple[dict, list[float]]:
-    """Trains for SCORES × every updates.
+    side: Entry, place: Path, scored: Path, updates: int, seed: int
+) -> tuple[dict, list[peers.Point]]:
+    """Trains for some updates, a multiple of SCORES.
 
-    Returns what compare_pairs wants and our clock's time, and the seconds of all updates.
+    Returns what compare_pairs wants and our clock's time, and the points of its pace; none of them
+    if it diverged.
     """
-    steps = [every * i for i in range(1, SCORES + 1)]
-    took, seconds = train(side, place, steps[-1], seed, every)
+    every = updates // SCORES
+    took, seconds = train(side, place, updates, seed, every)
     if not seconds:
         return dict(took=took, tokens=[], seconds=[], losses=[], val_loss=None), []
-    log_dir = place / "run" / "log"
-    bits = [score(log_dir / f"ckpt_{step:06d}", scored) for step in steps]
+    steps = list(range(every, updates + 1, every))
+    bits = [score(place / "run" / "log" / f"ckpt_{step:06d}", scored) for step in steps]
     at = [seconds[step - 1] for step in steps]
-    return dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1]), seconds
+    run = dict(took=took, tokens=steps, seconds=at, losses=bits, val_loss=bits[-1])
+    return run, ends_of(seconds)
 
 
 def judge(record: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -22,7 +22,7 @@ from support.base.errors import UserError
 from support.base.files import write_whole
 from support.base.process import revision
 from support.base.programs import run_program
-from support.run.log import METRICS, LoggedRun, read_metrics, read_run
+from support.run.log import METRICS, LoggedRun, end_of, read_metrics, read_run
 from support.show import plots
 
 OUT = Path("log/techniques")
@@ -56,7 +56,7 @@ def train(program: list[str], flags: list[str], log_dir: Path) -> LoggedRun:
     shutil.rmtree(log_dir, ignore_errors=True)  # an earlier run
     args = [*RUN.split(), f"--log-dir={log_dir.resolve()}", *flags]
     last = run_program([sys.executable, *program, *args], log_dir)
-    if not any(record["type"] == "end" for record in read_metrics(log_dir / METRICS)):
+    if end_of(read_metrics(log_dir / METRICS)) != "end":
         raise UserError(f"{log_dir} ended early: {last}")
     return read_run(log_dir)
 

@@ -47,7 +47,7 @@ def race(repository, tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(records, "RECORDS", tmp_path)
     monkeypatch.setattr(records, "OUT", tmp_path / "out")
     monkeypatch.setattr(records, "TRIAL", 4)
-    monkeypatch.setattr(records, "TURNS", 1)
+    monkeypatch.setattr("benchmarks.race.TURNS", 1)
     monkeypatch.setattr("os.sched_setaffinity", lambda *_: None, raising=False)
     config = repository / "config.py"
     before = config.read_text()
@@ -101,18 +101,18 @@ def test_an_entry_and_the_record_train_in_turns_and_the_checker_scores_them(race
 
 
 def test_a_check_that_was_interrupted_goes_on_with_its_seeds(race, monkeypatch):
-    def train_and_score(side, _place, _scored, every, seed):
+    def train_and_score(side, _place, _scored, updates, seed):
         trained.append((side.name, seed))
-        fits.append(8 * every)
+        fits.append(updates)
         if len(trained) == 4:
             raise KeyboardInterrupt
-        return run(2.0 + seed / 1e6), [2.0, 4.0]
+        return run(2.0 + seed / 1e6), [(1, 2.0, 0.0), (2, 4.0, 0.0)]
 
     trained: list = []
     fits: list = []
     monkeypatch.setattr(records, "prepare", lambda *_: None)
     monkeypatch.setattr(
-        records, "find_paces", lambda sides, _: {name: [(1.0, 0.0)] for name in sides}
+        records, "find_paces", lambda trials: {name: [(1.0, 0.0)] for name in trials}
     )
     monkeypatch.setattr(records, "train_and_score", train_and_score)
     for name in ("01-start", "02-rate"):

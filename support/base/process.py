@@ -32,7 +32,8 @@ def usable_cores() -> int:
 
 def control_groups() -> list[str]:
     """The folders of Linux' control group of this process, and of all around it: each may limit."""
-    names = find_in("/proc/self/cgroup", r"(?:^|\n)0::/(.*)").split("/")
+    own = find_in("/proc/self/cgroup", r"(?:^|\n)0::/(.*)")
+    names = own.split("/") if own else []
     return [f"/sys/fs/cgroup/{'/'.join(names[:n])}" for n in range(len(names) + 1)]
 
 

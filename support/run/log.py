@@ -234,6 +234,12 @@ def read_metrics(path: Path, updates: bool = True) -> list[dict]:
     return list(filter(None, map(parse_record, lines)))
 
 
+def end_of(records: list[dict]) -> str:
+    """How a run has ended: "end" or "diverged"; empty if it has not."""
+    last = records[-1]["type"] if records else ""
+    return last if last in ("end", "diverged") else ""
+
+
 def starts_of(records: list[dict]) -> list[dict]:
     """The records of the run's start and of each resume."""
     return [record for record in records if record["type"] in ("run", "resume")]

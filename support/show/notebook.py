@@ -49,7 +49,8 @@ def has_positions(model: GPT) -> bool:
 def can_read(model: GPT, example: dict[str, Any]) -> bool:
     """Whether a model's context holds an example of HellaSwag; says if not."""
     encode = model.tokenizer.encode
-    longest = max(len(encode(f"{example['ctx']} {ending}")) for ending in example["endings"])
+    endings = [encode(f" {ending}") for ending in example["endings"]]  # as render_example has them
+    longest = len(encode(example["ctx"])) + max(map(len, endings))
     if longest > model.config.block_size:
         print(f"the trained model reads {model.config.block_size} tokens, not these {longest}")
     return longest <= model.config.block_size

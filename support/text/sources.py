@@ -328,8 +328,12 @@ def open_zst(file: Any) -> Any:
     return io.BufferedReader(pyarrow.input_stream(file, compression="zstd"))
 
 
-UNPACKED_BY: dict[str, Callable]
-UNPACKED_BY = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": open_zst}
+UNPACKED_BY: dict[str, Callable] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": open_zst,
+}
 
 
 def read_text(path: str, column: str = "") -> Iterator[Stretch]:
@@ -418,8 +422,11 @@ def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterato
             yield text or "", True
 
 
-READERS = dict(txt=read_text, md=read_text, parquet=read_parquet)
-READERS |= dict.fromkeys(("json", "jsonl", "ndjson"), read_jsonl)
+READERS = {
+    **dict.fromkeys(("txt", "md"), read_text),
+    **dict.fromkeys(("json", "jsonl", "ndjson"), read_jsonl),
+    "parquet": read_parquet,
+}
 
 
 def read_batches(

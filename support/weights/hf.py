@@ -96,7 +96,7 @@ def read_model(name: str | Path) -> Pretrained:
     """Reads a model directory, a .pt file, or a model of the hub. Raises UserError."""
     path = Path(name)
     origin = str(name)
-    if path.suffix == ".pt" or os.path.isfile(path):
+    if is_file(path):
         return read_pt(path)
     if not os.path.isdir(path):
         path = download_pretrained(origin)
@@ -112,6 +112,11 @@ def read_model(name: str | Path) -> Pretrained:
         if fingerprint is None:
             weights = gpt2_weights(weights, fields["vocab_size"])
     return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a model's name means a file; a .pt does even if it is missing."""
+    return path.suffix == ".pt" or os.path.isfile(path)
 
 
 def read_weights(directory: Path) -> Weights:
@@ -138,7 +143,7 @@ def read_weights(directory: Path) -> Weights:
 def read_fields(name: str) -> dict[str, Any]:
     """The fields of GPTConfig that a model directory or a .pt file fixes."""
     path = Path(name)
-    if path.suffix == ".pt" or os.path.isfile(path):
+    if is_file(path):
         return read_pt(path).fields
     directory = path if os.path.isdir(path) else download_pretrained(name, weights=False)
     return read_config(directory)[0]
@@ -318,7 +323,7 @@ def refuse_other_vocabulary(name: str, model: GPT, data_dir: str, of_data: Token
     """Raises UserError if a model and data have two vocabularies. name: the model's."""
     check_vocabulary(name, model)
     if model.tokenizer.sha256 != of_data.sha256:
-        own = Path(name).parent if os.path.isfile(name) else Path(name)
+        own = Path(name).parent if is_file(Path(name)) else Path(name)
         choice = shlex.quote(str(own)) if own.is_dir() else f"FILE, the model's {TOKENIZER_FILE}"
         if model.tokenizer is gpt2():
             choice = "gpt2"
