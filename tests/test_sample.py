@@ -289,8 +289,9 @@ def test_without_a_prompt_the_newest_run_continues_its_own_five_times(
     ],
 )
 def test_without_a_prompt_samples_end_at_a_line_unless_their_length_is_typed(
-    text, shown, monkeypatch, capsys, tiny
+    text, shown, monkeypatch, capsys, tiny, tmp_path
 ):
+    monkeypatch.chdir(tmp_path)  # where nothing was trained
     monkeypatch.setattr(GPT, "from_pretrained", lambda _: tiny)
     monkeypatch.setattr(sample, "stream_texts", lambda *a, **_: iter([a[1], [text] * len(a[1])]))
     written = run(monkeypatch, capsys, "--temperature", 0)
