@@ -12,9 +12,10 @@ import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+import tyro
 
 from benchmarks import climb, peers
 from benchmarks.measure import Side, measure
@@ -24,7 +25,7 @@ from hellaswag import iterate_examples
 from model import GPT, GPTConfig
 from support.base.console import run_script
 from support.base.files import write_whole
-from support.base.flags import Count, CountOrZero, Dtype, parse_flags
+from support.base.flags import Count, CountOrZero, Dtype, String, Strings, parse_flags
 from support.base.process import usable_cores
 from support.machine.compile import why_not_compile
 from support.machine.device import free_memory, peak_flops, pick_device, pick_dtype
@@ -34,28 +35,30 @@ from support.show import plots, report
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """Measures hot paths. Without flags, adds one technique after another to a training step."""
+    """Measures a training step and more. Without flags, adds one technique after another to it."""
 
     # hf: compare with transformers' GPT-2, compiled and eager; nanogpt: with the clone in --peer
-    against: Literal["", "hf", "nanogpt"] = ""
-    peer: str = ""  # a clone of https://github.com/karpathy/nanoGPT
-    pieces: bool = False  # attention by length, AdamW's implementations, precisions
+    against: Annotated[
+        Literal["", "hf", "nanogpt"], tyro.conf.arg(metavar="{hf,nanogpt}", help_behavior_hint="")
+    ] = ""
+    peer: String = ""  # a clone of https://github.com/karpathy/nanoGPT
+    pieces: bool = False  # measure attention by length, AdamW's implementations, precisions
     generate: bool = False  # generate 128 tokens, also with transformers
     hellaswag: bool = False  # score HellaSwag one example at a time, and in batches
-    beside: tuple[str, ...] = ()  # records to draw beside the published ones; measures nothing
+    beside: Strings = ()  # records to draw beside the published ones; measures nothing
 
     model: Literal["gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "tiny"] = "gpt2"  # which size
     batch_size: CountOrZero = 0  # micro-batch B; 0 = 16 on a GPU of 40 GB, 4 on others, else 1
     sequence_length: Count = 1024  # tokens of a sequence, T
     max_batch: CountOrZero = 0  # the largest micro-batch; 0 = 128 on a GPU, else 16
-    rounds: Count = 3  # how often each side is measured, in alternation
-    hellaswag_path: str = ""  # a .jsonl file of HellaSwag; empty = download it
+    rounds: Count = 3  # how often each side is measured; they take turns
+    hellaswag_path: String = ""  # a .jsonl file of HellaSwag; empty = download it
     examples: Count = 48  # of HellaSwag, drawn at random
 
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Dtype = "auto"  # auto = as in training
     compile: bool = True  # use torch.compile, where there is a compiler
-    out: str = ""  # OUT.json, the climb OUT.png; "" = log/bench, or log/bench-generate and so on
+    out: String = ""  # OUT.json, the climb OUT.png; default: log/bench, log/bench-generate, …
 
 
 class Machine:

@@ -33,7 +33,7 @@ from config import idle_settings
 from support.base.console import run_script, say
 from support.base.errors import UsageError, UserError
 from support.base.files import hash_file, write_whole
-from support.base.flags import drop_flags, flag_of, parse_flags
+from support.base.flags import String, drop_flags, flag_of, parse_flags
 from support.base.programs import Program, find_places, last_line, run_programs
 from support.run.log import LOG, METRICS, end_of, read_metrics, read_run, starts_of
 from support.run.source_code import compare_code, hash_code, read_code
@@ -53,9 +53,9 @@ T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}  # Student's t for 95%, by degre
 class CompareConfig:
     """Trains every arm with the same seeds, and compares them."""
 
-    base: str = ""  # flags of train_gpt2.py; begin with @DIRECTORY to use another copy
+    base: String = ""  # flags of train_gpt2.py; begin with @DIRECTORY to use another copy
     arm: UseAppendAction[tuple[str, ...]] = ()  # "name: flags", added to base's; repeat for more
-    sweep: str = ""  # a setting to tune for every arm, such as learning_rate=4e-3,8e-3
+    sweep: String = ""  # a setting to tune for every arm, such as learning_rate=4e-3,8e-3
     seeds: int = 4  # number of seeds; with --sweep, the first one tunes and the others judge
     jobs: int = 1  # runs at once, each with a GPU of its own, or with its share of the cores
     out: Path = Path("log/compare")  # directory of the runs and the report
@@ -175,9 +175,10 @@ def ask(copy: Path, flags: list[str]) -> tuple[dict[str, Any], str]:
 
 def read_arm(name: str, text: str, before: list[str]) -> Arm:
     """Parses an arm's flags with the copy that trains it. Its own override those in `before`."""
+    text = text.strip()
     own = shlex.split(text)
     copy = Path(__file__).parent
-    if text.strip().startswith("@"):
+    if text.startswith("@"):
         copy = Path(own.pop(0)[1:]).resolve()
     if not (copy / "train_gpt2.py").is_file():
         raise UserError(f"{name}: {copy} is no copy of this repository: it has no train_gpt2.py")
@@ -208,8 +209,8 @@ def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list]:
     name, _, listed = text.partition("=")
     name = name.replace("-", "_")
     kind: type = type(arms[0].settings.get(name))
-    if kind not in (int, float):
-        raise UserError(f"--sweep {text}: {name} is no number that train_gpt2.py knows")
+    if kind not in (int, float) or flag_of(name) in SET_HERE:
+        raise UserError(f"--sweep {text}: {name} is no number that it can set")
     values = sorted({kind(value) for value in listed.split(",")})
     if len(values) < 2 or values[0] <= 0:
         raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")

@@ -25,6 +25,7 @@ from support.base.flags import (
     Fraction,
     Positive,
     Range,
+    String,
     flag_of,
     out_of_range,
     read_flags,
@@ -39,10 +40,6 @@ if TYPE_CHECKING:
     from support.text.token_files import Data
 
 Config = TypeVar("Config", bound="TrainConfig")
-# --help shows the text as it is, not as a shell would need it
-Prompt = Annotated[
-    str, tyro.conf.arg(help_behavior_hint=lambda text: f"(default: {' '.join(shlex.split(text))})")
-]
 
 
 # The settings in six groups, as --help shows them. The comment beside a field is its help text.
@@ -117,9 +114,9 @@ class Evaluation:
     val_tokens: Count = 10485760  # tokens of the validation split to use
     hellaswag_every: CountOrZero = 250  # steps between HellaSwag scores; 0 = never
     hellaswag_limit: CountOrZero = 0  # N examples, spread over the file; 0 = all 10,042
-    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
+    hellaswag_path: String = ""  # HellaSwag's jsonl file; empty = download it
     sample_every: CountOrZero = 250  # steps between samples; 0 = never
-    sample_prompt: Prompt = "Hello, I'm a language model,"  # the text that samples continue
+    sample_prompt: String = "Hello, I'm a language model,"  # the text that samples continue
     sample_tokens: Count = 32  # tokens in each sample
     num_samples: Annotated[int, Range(1, 1000)] = 4  # samples on each process
     checkpoint_every: CountOrZero = 5000  # steps between checkpoints; 0 = not even at the end

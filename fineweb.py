@@ -30,7 +30,7 @@ import numpy as np
 from minutes import choose_vocab_size
 from support.base.errors import UsageError, UserError
 from support.base.files import locked
-from support.base.flags import Count, CountOrZero, Range, parse_flags
+from support.base.flags import Count, CountOrZero, Range, String, Strings, parse_flags
 from support.base.process import usable_cores
 from support.text import sources
 from support.text.decontaminate import Benchmark, cut_out
@@ -47,6 +47,7 @@ from support.text.sources import File, Place, Text
 from support.text.token_files import find_shards, write_shard
 from support.text.tokenizer import (
     END,
+    VOCAB_SIZE,
     Tokenizer,
     read_tokenizer,
     tokenizer_of_data,
@@ -61,16 +62,16 @@ class Source:
 
     # fineweb-edu-10B, fineweb-edu-100B, fineweb-edu-350B, fineweb-10B, tinystories, openwebtext,
     # tinyshakespeare, tales (books for children), stdlib (Python's library), a path or glob of
-    # text (.txt, .md, .json, .jsonl, .ndjson, .parquet; packed by gzip, bzip2, xz or zstd, too),
-    # hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or tokens:OWNER/NAME (ready shards of GPT-2's tokens
-    # on the hub)
+    # text (.txt, .md, .json, .jsonl, .ndjson, .parquet, code; also packed by gzip, bzip2, xz or
+    # zstd), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or tokens:OWNER/NAME (ready shards of GPT-2's
+    # tokens on the hub)
     source: tuple[str, ...] = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
-    val_source: tuple[str, ...] = ()
+    val_source: Strings = ()
     column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files
-    revision: str = ""  # commit, branch or tag on the hub; default: the newest commit
+    revision: String = ""  # commit, branch or tag on the hub; default: the newest commit
     decontaminate: bool = False  # cut out text that shares 13 words in a row with HellaSwag
-    hellaswag_path: str = ""  # HellaSwag's jsonl file; empty = download it
+    hellaswag_path: String = ""  # HellaSwag's jsonl file; empty = download it
 
 
 @dataclass(frozen=True)
@@ -80,20 +81,21 @@ class Vocabulary:
     # train a vocabulary of this many tokens, 257 to 65,536, on the training text; auto = by its
     # size; 0 = use GPT-2's
     vocab_size: Annotated[int | Literal["auto"], Range(0, 2**16)] = 0
-    tokenizer: str = ""  # use that of a checkpoint or a tokenizer.json; gpt2: GPT-2's
+    tokenizer: String = ""  # use that of a checkpoint or a tokenizer.json; gpt2: GPT-2's
 
 
 @dataclass(frozen=True)
 class Shards:
     """Where the tokens go."""
 
-    data_dir: str = ""  # default: edu_fineweb10B for fineweb-edu-10B, else data/NAME
-    name: str = ""  # NAME, with which the shards' names begin; default: from the source
+    data_dir: String = ""  # default: edu_fineweb10B for fineweb-edu-10B, else data/NAME
+    name: String = ""  # NAME, with which the shards' names begin; default: from the source
     shard_size: Count = 100_000_000  # tokens per shard, two bytes each
     # tokens for validation, or a few more, up to the end of a document; 0 = a whole shard,
     # or 5% of the text if it fills fewer than two shards
     val_tokens: CountOrZero = 0
-    max_tokens: CountOrZero = 0  # stop after this many tokens; 0 = at the end of the text
+    # stop after this many tokens, with those for validation; 0 = at the end of the text
+    max_tokens: CountOrZero = 0
     workers: Annotated[int, Range(0, 1000)] = 0  # processes that tokenize; 0 = one per core
     overwrite: bool = False  # rebuild the shards in data_dir if they are complete or do not match
     verify: bool = False  # only check all shards in data_dir against the manifest
@@ -196,7 +198,8 @@ def hold_out(
     for purpose, (a, b) in parts.items():
         if sum(a <= start < b for start in starts) >= b - a:  # only <|endoftext|>
             problem = f"of {total} tokens, {max(0, b - a)} are for {purpose}"
-            raise UserError(f"{problem}, and they hold no text: give other files, or more")
+            hint = "give other files, or more (--max-tokens counts both)"
+            raise UserError(f"{problem}, and they hold no text: {hint}")
     return split, replay(head, stream)
 
 
@@ -282,7 +285,7 @@ def shard_text(
 ) -> tuple[Tokenizer, str]:
     """Fills the folder from text -> its vocabulary, and which part of it is for validation."""
     files = sources.find_sources(manifest["options"], manifest["sources"])
-    most = 4 * config.max_tokens or math.inf  # bytes of text: a token is about four
+    most = most_bytes(config.max_tokens, given.vocab_size if given else config.vocab_size)
     if (given or config.vocab_size) and not files[0].held_out:
         manifest["split"] = manifest.get("split") or sources.find_split(files, most)
         files = sources.split(files, manifest["split"])
@@ -295,7 +298,8 @@ def shard_text(
     if given or config.vocab_size:
         manifest["tokenizer"] = dict(vocab_size=tokenizer.vocab_size, sha256=tokenizer.sha256)
     write_shards(config, folder, manifest, files, tokenizer, benchmark)
-    is_plain = any(sources.kind_of(file.name) in ("txt", "md") for file in files)
+    readers = [sources.READERS.get(sources.kind_of(file.name)) for file in files]
+    is_plain = sources.read_text in readers
     if (n := manifest["counts"].get(LITERAL)) and is_plain:
         hint = "to make each begin a document, give a .jsonl file with a document in each line"
         print(f"{n:,} times the text itself says {END}, which stays text: {hint}", file=sys.stderr)
@@ -303,6 +307,16 @@ def shard_text(
     if files[0].local and where == "its beginning":
         where += "; to choose another text: --val-source FILE"
     return tokenizer, where
+
+
+def most_bytes(max_tokens: int, vocab_size: int | Literal["auto"]) -> float:
+    """About how many bytes of text --max-tokens stops after."""
+    if not max_tokens:
+        return math.inf
+    if vocab_size == "auto":
+        vocab_size = choose_vocab_size(4 * max_tokens)
+    # measured a token: 2.3 with 1,024 of them; with GPT-2's 3.3 (plays) to 4.5 (web pages)
+    return max_tokens * min(4.0, (math.log2(vocab_size or VOCAB_SIZE) - 6) / 2)
 
 
 def train_tokenizer(

@@ -26,7 +26,7 @@ from model import GPT
 from support.base.console import run_script
 from support.base.errors import UserError, reading
 from support.base.files import download, write_whole
-from support.base.flags import CountOrZero, Dtype, parse_flags
+from support.base.flags import CountOrZero, Dtype, String, parse_flags
 from support.machine.device import (
     autocast,
     dtype_name,
@@ -335,10 +335,10 @@ class HellaSwagConfig:
 
     model: str = "gpt2"  # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt
     limit: CountOrZero = 0  # N examples, spread over the file; 0 = all 10,042
-    path: str = ""  # HellaSwag's jsonl file; empty = download it
+    path: String = ""  # HellaSwag's jsonl file; empty = download it
     device: str = "auto"  # auto | cuda | mps | cpu
     dtype: Dtype = "auto"  # of matmuls (autocast)
-    json: str = ""  # write the result to this file
+    json: String = ""  # write the result to this file
 
 
 def main(args: list[str]) -> None:

@@ -29,7 +29,7 @@ from config import (
 )
 from support.base.console import duration, run_script
 from support.base.errors import UsageError
-from support.base.flags import Amount, Count, CountOrZero, Fraction, flag_of, out_of_range
+from support.base.flags import Amount, Count, CountOrZero, Fraction, String, flag_of, out_of_range
 from support.run.log import HELLASWAG
 from support.text.token_files import open_data
 from support.text.tokenizer import tokenizer_of_data
@@ -56,14 +56,14 @@ class Estimate:
     # the fraction of the GPU's published peak that training reaches: published are 29% to 41%; one
     # H200 reached 45% here
     mfu: Fraction = 0.4
-    record: str = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
+    record: String = ""  # a JSON file of bench.py from such a GPU: its best MFU replaces the guess
     tokens_per_second: Amount = 0.0  # the measured speed of all GPUs together; 0 = from the MFU
     price: Amount = 0.0  # dollars per GPU-hour: look up yours; 0 = 2.5 for an H100, else unknown
     table: bool = False  # print the presets on 1 and 8 of these GPUs instead, in Markdown
 
 
 @dataclass(frozen=True)
-class PlanConfig(Estimate, TrainConfig):
+class PlanConfig(TrainConfig, Estimate):
     """Estimate what a training run needs. Takes every flag of training, too, and trains nothing."""
 
 
@@ -291,7 +291,10 @@ def main(args: list[str]) -> None:
         return
     facts = plan_run(config)
     what = f"--minutes {config.minutes:g}" if config.minutes else config.preset
-    print(f"{what} on {config.gpus} × {config.gpu}, {config.sharding}\n")
+    why = ""
+    if config.minutes and "gpu" not in config.typed:
+        why = " (--gpu names another; train_gpt2.py --minutes measures the machine that it runs on)"
+    print(f"{what} on {config.gpus} × {config.gpu}, {config.sharding}{why}\n")
     for name, (fact, note) in facts.items():
         print(f"{name:22}{fact:24}{note}".rstrip())
 

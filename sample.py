@@ -18,7 +18,7 @@ from config import TrainConfig
 from model import GPT
 from support.base.console import run_script
 from support.base.errors import UsageError, UserError, reading
-from support.base.flags import Amount, CountOrZero, Dtype, Range, parse_flags
+from support.base.flags import Amount, CountOrZero, Dtype, Range, String, parse_flags
 from support.machine.compile import why_not_compile
 from support.machine.device import pick_device, pick_dtype
 from support.run.checkpoint import newest_checkpoint
@@ -37,7 +37,7 @@ class SampleConfig:
 
     # gpt2 … gpt2-xl, a directory, nanoGPT's or build-nanogpt's FILE.pt; default: the newest
     # checkpoint below log/ if there is one, else gpt2
-    model: str = ""
+    model: String = ""
     prompt: str | None = None  # a text; - (stdin) or @FILE: one per line; default: the run's own
     interactive: bool = False  # asks for prompts until Ctrl-D
     num_samples: CountOrZero = 0  # continuations of each prompt; 0 = 1, or 5 of the run's own

@@ -577,6 +577,7 @@ def describe(run: Run) -> dict[str, Any]:
     about = report.describe_run(run.config.saved(), run.world, run.dtype, B, run.command)
     about["model"] = asdict(run.model.config)
     about["parameters"] = run.model.num_params()
+    about["difference"] = run.model.fingerprint.difference  # from GPT-2
     about["epoch_tokens"] = run.train_loader.epoch_tokens
     if run.world.is_main:
         about["frequencies"] = describe_frequencies(run.train_loader.shards)

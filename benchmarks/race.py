@@ -36,7 +36,7 @@ from model import DataLoaderLite
 from support.base.console import run_script, say
 from support.base.errors import UserError
 from support.base.files import write_whole
-from support.base.flags import Positive, Range, drop_flags, parse_flags
+from support.base.flags import Positive, Range, String, drop_flags, parse_flags
 from support.machine.device import keep_to_limit, pick_dtype
 from support.machine.distributed import start_world
 from support.show import plots, report
@@ -64,7 +64,7 @@ MACBOOK = """config/train_shakespeare_char.py --compile=False --block_size=64 --
 class MinutesConfig:
     """Trains each side on the same text for the same time."""
 
-    peer: str = ""  # a clone of nanoGPT; without it, its two sides are left out
+    peer: String = ""  # a clone of nanoGPT; without it, its two sides are left out
     data_dir: str = "data/tinyshakespeare"  # shards by fineweb.py
     minutes: Positive = 3.0  # of training, for each run
     # this repository's flags, typed as --ours="--preset laptop"; the others take its sizes. With

@@ -37,7 +37,7 @@ from config import idle_settings
 from support.base.console import run_script, say
 from support.base.errors import UserError, reading
 from support.base.files import write_whole
-from support.base.flags import Positive, Range, drop_flags, flag_of, parse_flags
+from support.base.flags import Positive, Range, String, drop_flags, flag_of, parse_flags
 from support.base.programs import run_program
 from support.run.log import METRICS, end_of, read_metrics
 from support.run.source_code import HERE
@@ -57,15 +57,15 @@ CLOCKS = 1.15  # times as long as the record may an entry take by our clock: pac
 class RecordsConfig:
     """Measures or checks an entry of the race of two cores. Without either, prints the table."""
 
-    measure: str = ""  # an entry's folder: trains it and the record to beat with seeds 1, 2, …
-    check: str = ""  # a measured entry's folder: trains both with seeds that are drawn now
+    measure: String = ""  # an entry's folder: trains it and the record to beat with seeds 1, 2, …
+    check: String = ""  # a measured entry's folder: trains both with seeds that are drawn now
     # more of them show smaller gains; 0 only writes down what is to be checked
     seeds: Annotated[int, Range(0, 100)] = 4
     # of an entry that is measured:
     revision: str = "HEAD"  # what its change.diff is applied to
     flags: str = "--preset quickstart"  # of train_gpt2.py
     data: str = "--vocab-size 1024"  # of fineweb.py
-    beside: str = ""  # the entry to beat; by default the newest one before it that holds
+    beside: String = ""  # the entry to beat; by default the newest one before it that holds
     minutes: Positive = 3.0  # of training
 
 

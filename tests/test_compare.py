@@ -545,7 +545,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         ([], "nothing to compare with the base"),
         (["adamw --optimizer adamw"], "'name: flags'"),
         (["a:", "--arm", "a:"], "each name one word and new"),
-        (["a: --optimizer sgd"], "is refused"),
+        (["a: --optimizer sgd"], "a: '--optimizer sgd' is refused"),
         (["a: @nowhere"], "no copy of this repository"),
         (["a: --seed 99"], "sets what compare.py sets itself"),
         (["a: --log-dir=elsewhere"], "sets what compare.py sets itself"),

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import time
 import traceback
+from concurrent import futures
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,25 @@ def test_a_state_that_no_resume_could_read_is_told_when_it_is_saved(tmp_path, ti
     ):
         writer.save(tiny, optimizers, {"step": 1, "rms": np.float64(1)}, {})
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("background", [set(), {"cpu"}])
+def test_an_error_of_ones_own_in_saving_keeps_its_traceback_and_leaves_nothing(
+    tmp_path, monkeypatch, tiny, background
+):
+    def broken(self, name, x):
+        raise RuntimeError("my own")
+
+    writer = checkpoint.Writer(Stop(start_world("cpu")), tmp_path)
+    monkeypatch.setattr(checkpoint, "SAVES_IN_BACKGROUND", background)
+    monkeypatch.setattr(GPT, "without_padding", broken)
+    with pytest.raises(RuntimeError, match=r"^my own$") as raised:
+        writer.save(tiny, tiny.configure_optimizers(), {"step": 1}, {})
+        assert background
+        futures.wait([writer.begun])
+        assert writer.stop.problem == "my own", "the run ends before its next save"
+        writer.wait()
+    assert raised.traceback[-1].name == "broken" and not list(tmp_path.iterdir())
 
 
 def test_what_only_looks_like_our_own_stays(corpus, run_dir):

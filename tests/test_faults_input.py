@@ -119,12 +119,14 @@ def stop_before_work(*_) -> None:
 
 
 def flags_of(script: str) -> list[str]:
-    """The flags that --help shows. Each must have a help."""
-    shown = re.sub(r"[\s│]+", " ", call(script, "--help").stdout)
-    flags = re.findall(r"(?<!,) (--[a-z][a-z0-9-]*)(?:, --no\S+)? (.*?)\((?:default: |rep)", shown)
+    """The flags that --help shows. Each must have a help, and no default or choice is empty."""
+    shown = call(script, "--help").stdout
+    flags = re.findall(r"^│ (--[a-z0-9-]+)(.*?)(?=^│ --|^╰)", shown, re.DOTALL | re.MULTILINE)
     assert len(flags) >= 4
     for flag, text in flags:
-        assert re.search(r"[a-z']{2,}[ ,]", text), (flag, text)
+        told = re.sub(r"^, --no\S+|\{\S+\}|[\s│]+", " ", text)
+        assert re.search(r"[a-z']{2,}[ ,]", told), (flag, text)
+        assert not re.search(r"\(default: (''|\))|\{,", text), (flag, text)
     return [flag for flag, _ in flags]
 
 

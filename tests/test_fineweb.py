@@ -221,10 +221,11 @@ def test_text_is_read_from_every_kind_of_file_that_people_have(tmp_path):
     pq.write_table(pa.table({"text": pa.nulls(2)}), tmp_path / "e.parquet")
     (tmp_path / "f.TXT").write_text("three")
     (tmp_path / "g.md").write_text("four")
+    (tmp_path / "h.py.gz").write_bytes(gzip.compress(b"five = 5"))
     texts = [
-        t for name in "efg" for _, b in read_batches(files_of(tmp_path / f"{name}.*")) for t in b
+        t for name in "efgh" for _, b in read_batches(files_of(tmp_path / f"{name}.*")) for t in b
     ]
-    assert [text for text, *_ in texts] == ["", "", "three", "four"]
+    assert [text for text, *_ in texts] == ["", "", "three", "four", "five = 5"]
 
 
 # -- the stream and its shards
@@ -578,6 +579,7 @@ COLUMN = pa.BufferOutputStream()
 pq.write_table(pa.table({"content": ["a"]}), COLUMN)
 NUMBERS = pa.BufferOutputStream()
 pq.write_table(pa.table({"text": [1, None]}), NUMBERS)
+LONG_WINDOW = b"\x28\xb5\x2f\xfd\0\xa8\x0d\0\0a"  # RFC 8878: a window of 2 GB, a block of one byte
 NO_OBJECT = "line 151, as a JSON object, cannot be read ("
 
 
@@ -596,6 +598,7 @@ NO_OBJECT = "line 151, as a JSON object, cannot be read ("
         ("b.json", b'[{"text": "a"},\n["b"]]', "entry 2 of the list has no 'text' but ['b']"),
         ("b.txt", "Köln".encode("latin-1"), "iconv -f latin1 -t utf-8"),
         ("b.txt", POINTER, "b.txt is a pointer of Git LFS"),
+        ("b.txt.zst", LONG_WINDOW, "b.txt.zst: unpack it first, by zstd -d --long=31"),
         ("b.parquet", NUMBERS.getvalue().to_pybytes(), "'text' is of int64, not of text"),
     ],
 )
@@ -615,15 +618,21 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
     ("options", "message"),
     [
         ("--source nosuch.txt", "py: nosuch.txt: no such file, and none of the sources in"),
-        ("--source .", ".: .txt, .md, .jsonl and .parquet are read; give './**/*.md' "),
-        ("--source zipped/", ".jsonl and .parquet are read; give 'zipped/**/*.md'"),
+        ("--source .", ".: .txt, .md, .jsonl, .parquet and code are read; give './**/*.md' "),
+        ("--source zipped/", ".parquet and code are read; give 'zipped/**/*.md'"),
         ("--source spark.parquet", "are read; give 'spark.parquet/**/*.parquet'"),
-        ("--source zipped/*.pdf", "zipped/c.pdf: .txt, .md, .jsonl and .parquet are read; name"),
+        (
+            "--source zipped/*.pdf",
+            "zipped/c.pdf: .txt, .md, .jsonl, .parquet and code are read; n",
+        ),
         (
             "--source pipe.jsonl",
-            "pipe.jsonl: .txt, .md, .jsonl and .parquet are read; name other files",
+            "pipe.jsonl: .txt, .md, .jsonl, .parquet and code are read; name other files",
         ),
-        ("--source empty", "empty: .txt, .md, .jsonl and .parquet are read; name other files"),
+        (
+            "--source empty",
+            "empty: .txt, .md, .jsonl, .parquet and code are read; name",
+        ),
         ("--source good.jsonl --name a/b", "--name a/b: the names of shards begin with it"),
         ("--source", "--source names nothing"),
         ("--source good.jsonl --val-source", "--val-source names nothing"),
@@ -653,6 +662,10 @@ def test_an_empty_file_cannot_be_the_text_for_validation(tmp_path):
     (tmp_path / "void.txt").touch()
     source = ["--source", tmp_path / "good.jsonl", "--val-source", tmp_path / "void.txt"]
     assert "hold no text" in run(*source, "--data-dir", tmp_path / "out", code=1).stderr
+    source = ["--source", "tales", "--val-source", tmp_path / "good.jsonl", "--max-tokens", 2]
+    source[1] = tmp_path / "good.jsonl"
+    told = run(*source, "--data-dir", tmp_path / "out", code=1).stderr
+    assert "0 are for training" in told and "(--max-tokens counts both)" in told
 
 
 def test_a_failed_run_leaves_folders_that_another_one_uses_by_then(tmp_path, monkeypatch):

@@ -371,6 +371,15 @@ def test_a_pickle_with_code_in_it_is_refused_and_not_run(tmp_path, monkeypatch, 
     assert not (tmp_path / "evil-was-here").exists()
 
 
+def test_a_directory_without_a_vocabulary_is_told_to_be_taken_for_gpt2s(tmp_path, capsys):
+    random_model().save_pretrained(tmp_path)
+    for told in (False, True):
+        GPT.from_pretrained(tmp_path)
+        assert ("has no tokenizer.json: its tokens are" in capsys.readouterr().err) == told
+        for name in ("tokenizer.json", "vocab.json"):
+            (tmp_path / name).unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_git_lfs_pointers_and_rubbish_are_named_and_nobody_is_told_to_run_code(
     tmp_path, tiny, name

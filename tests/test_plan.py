@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_program, write_shard
+from contract import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -336,11 +337,13 @@ def test_a_model_of_the_hub_is_planned_without_its_weights(tmp_path, monkeypatch
 def test_a_plan_for_minutes_is_the_reproduction_where_time_and_text_are(tmp_path, capsys):
     plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", "none"])
     page = capsys.readouterr().out
+    assert "8 × H100, ddp (--gpu names another; train_gpt2.py --minutes measures" in page
     assert "12 layers of 768, T 1024" in page and "steps of 524,288" in page
     assert "flags" in page and "--optimizer=muon" in page and "--max-steps=18" in page
     write_shard(tmp_path / "a_train_000001.npy", np.zeros(100_000))
-    plan.main(["--minutes", "48", "--gpus", "8", "--data-dir", str(tmp_path)])
+    plan.main(["--minutes", "48", "--gpus", "8", "--gpu", "H100", "--data-dir", str(tmp_path)])
     page = capsys.readouterr().out
+    assert "H100, ddp\n" in page
     assert "976 steps of 2,048" in page, "20 epochs of 100,000 tokens"
     for other in ("--max-steps=9", "--init-from=gpt2"):
         with pytest.raises(UsageError, match=f"{other.partition('=')[0]} .*choose one"):
@@ -348,6 +351,7 @@ def test_a_plan_for_minutes_is_the_reproduction_where_time_and_text_are(tmp_path
 
 
 def test_help_says_of_each_preset_what_the_program_estimates():
+    assert call("plan.py", "--help").stdout.partition("╭─ Estimate")[0].count("╭─") == 1, "-h"
     notes = [line.split(maxsplit=2) for line in NOTES.strip().splitlines()[1:]]
     assert [name for name, _, _ in notes] == list(PRESETS)
     for name, size, about in notes:

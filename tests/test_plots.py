@@ -16,6 +16,7 @@ from matplotlib.image import imread
 
 from config import PRESETS
 from model import GPT, GPTConfig
+from support.base.errors import UserError
 from support.machine.distributed import World
 from support.run.checkpoint import Progress
 from support.run.log import (
@@ -113,6 +114,9 @@ def test_runs_are_found_by_pattern_and_none_is_said_in_a_sentence(tmp_path):
     assert [run.name for run in read_runs(own, recorded)] == names
     with pytest.raises(FileNotFoundError, match="make quickstart"):
         read_runs(str(tmp_path / "nothing" / "*"))
+    (tmp_path / "other.txt").write_text("iter 0: loss 10.9, time 9.1 ms\n")  # nanoGPT's
+    with pytest.raises(UserError, match=r"other.txt has no line like '250 val 3.2841'"):
+        read_runs(str(tmp_path / "other.txt"))
 
 
 # -- pictures of runs
@@ -403,6 +407,8 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
     resume(run, 60, "python again.py").record(60, "end", wall=3600.0, memory=10**9, best=best)
     report.write_report(run, has_curve=False)
     page = (run / "report.md").read_text()
+    loss = float(re.search(r"training loss \| (\S+), a mean", page)[1])
+    assert f"training {loss:.2f}" in labels(plots.plot_run(run).axes[0])
     for fact in (
         "# GPT-2 of 12 layers and 768 channels, on stdlib",
         "| parameters | 124,439,808 |",
@@ -419,6 +425,12 @@ def test_a_report_says_on_a_page_what_a_run_was(tmp_path):
         "## Samples after 20 updates\n\n    so <far> 20\n\n        $\n\n    and so on\n",
     ):
         assert fact in page, fact
+
+
+def test_a_report_of_a_changed_model_says_so_in_its_title(tmp_path):
+    run = write_run(tmp_path / "run", about=ABOUT | {"difference": "its logits differ"})
+    report.write_report(run, has_curve=False)
+    assert (run / "report.md").read_text().startswith("# A changed GPT-2 of 12 layers")
 
 
 def test_all_samples_of_a_run_can_be_seen_and_the_notebook_shows_some(tmp_path, capsys):

@@ -306,6 +306,12 @@ def test_a_prompt_that_outgrows_the_window_is_told_once(tiny, capsys):
         assert (said in capsys.readouterr().err) == told
 
 
+def test_an_end_that_is_typed_in_a_prompt_is_told_to_be_letters(tiny, capsys):
+    for prompt, told in (("a", False), ("a<|endoftext|>b", True)):
+        list(generation.stream_texts(tiny, [prompt], 1))
+        assert ("<|endoftext|> in a prompt is read as letters" in capsys.readouterr().err) == told
+
+
 def test_a_terminal_is_asked_for_prompts_until_ctrl_d(monkeypatch, capsys, directory):
     flags = f"--model {directory} --max-new-tokens 5 --temperature 0".split()
     alone = [run(monkeypatch, capsys, *flags, "--prompt", prompt) for prompt in ("Hello", "One")]

@@ -1434,10 +1434,11 @@ def test_wandb_and_trackio_continue_the_same_run_and_an_overwritten_one_is_anoth
     assert first["id"] == resumed["id"] != other["id"]
     assert {call["resume"] for call in (first, resumed, other)} == {"allow"}
     service.init.reset_mock()
-    for step in (0, 4):
-        open_tracker("trackio", run_dir, begun, step, begun["time"])
-    assert [call.kwargs["resume"] for call in service.init.call_args_list] == ["never", "allow"]
-    assert all("id" not in call.kwargs for call in service.init.call_args_list)
+    for folder, step in ((run_dir, 0), (run_dir, 4), (run_dir.parent / "b" / run_dir.name, 0)):
+        open_tracker("trackio", folder, begun, step, begun["time"])
+    own, resumed, other = [call.kwargs for call in service.init.call_args_list]
+    assert own == resumed and own["resume"] == "allow" and "id" not in own
+    assert own["name"] != other["name"], "trackio knows a run by its name, in one project"
 
 
 def test_a_tracker_that_does_not_answer_leaves_the_run_that_it_would_overwrite(

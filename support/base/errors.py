@@ -43,6 +43,15 @@ def reading(
 
 
 @contextmanager
+def as_os_error() -> Iterator[None]:
+    """Turns any error of a library that writes a file into an OSError, as Python's own are."""
+    try:
+        yield
+    except Exception as error:
+        raise OSError(first_line(error)) from error
+
+
+@contextmanager
 def writing(path: Path, then: str = "start again") -> Iterator[None]:
     """Turns an OSError inside, of a full disk for instance, into a UserError about the path."""
     try:

@@ -1,8 +1,11 @@
 """Flags: their ranges, and the command line as a dataclass."""
 
 import inspect
+import shlex
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Annotated, Any, Literal, get_origin, get_type_hints
+
+import tyro
 
 from support.base.errors import UsageError
 
@@ -33,6 +36,16 @@ Fraction = Annotated[float, Range(0, 1, above=True)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
+def show_default(text: str) -> str:
+    """A default as --help shows it: not as a shell would need it, and not if it is empty."""
+    plain = " ".join(shlex.split(text))
+    return f"(default: {plain})" if plain else ""
+
+
+String = Annotated[str, tyro.conf.arg(help_behavior_hint=show_default)]
+Strings = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint=show_default)]
+
+
 def flag_of(name: str) -> str:
     """A field's flag, as one types it."""
     return f"--{name.replace('_', '-')}"
@@ -53,8 +66,6 @@ def read_flags(
     config_class: type, args: list[str], defaults: dict[str, Any], about: str
 ) -> dict[str, Any]:
     """{name: value} of the flags that a dataclass has as fields. about: what --help says first."""
-    import tyro
-
     bases = config_class.__mro__[-1:0:-1]
     groups = [base for base in bases if inspect.get_annotations(base)]
     if not groups:
@@ -76,7 +87,7 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     config = config_class(**read_flags(config_class, args, defaults, config_class.__doc__ or ""))
     problems = out_of_range(config)
     typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
-    for name, kind in get_type_hints(config_class, include_extras=True).items():
+    for name, kind in get_type_hints(config_class).items():
         flag = flag_of(name)
         if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint import state_dict
 from torch.optim import Optimizer
 
-from support.base.errors import UserError, first_line, writing
+from support.base.errors import UserError, as_os_error, first_line, writing
 from support.base.files import hash_file, sync
 from support.run.average import swap_averages
 from support.weights.hf import new_run_from
@@ -128,8 +128,8 @@ class Writer:
                 self.last = work()
 
     def note(self, begun: Future[Path]) -> None:
-        with self.stop.noting_problems():
-            begun.result()
+        if error := begun.exception():
+            self.stop.problem = str(error) or repr(error)
 
     def wait(self) -> Path | None:
         """Waits for what was begun -> the last checkpoint. Each rank calls it. Raises UserError."""
@@ -147,8 +147,9 @@ def write(
     try:
         remove_leftovers(final.parent)
         model.save_pretrained(beside, weights, card)
-        torch.save(state, beside / STATE)
-        load_state(beside)  # it refuses what no resume could read: NumPy's scalars, for instance
+        with as_os_error():
+            torch.save(state, beside / STATE)
+            load_state(beside)  # it refuses what no resume could read, such as NumPy's scalars
         hashes = {file.name: hash_file(file) for file in sorted(beside.iterdir())}
         (beside / CHECKSUMS).write_text(json.dumps(hashes, indent=1) + "\n")
         for path in (*beside.iterdir(), beside):
@@ -157,8 +158,10 @@ def write(
             set_aside(final, "abandoned")
         beside.rename(final)
         sync(final.parent)
-    except Exception as e:  # torch's and safetensors' writers have errors of their own
+    except Exception as e:
         shutil.rmtree(beside, ignore_errors=True)  # it may have filled the disk
+        if not isinstance(e, OSError):  # of one's own change: with its file and line
+            raise
         problem = f"{final} cannot be written ({first_line(e)}); older files are intact"
         raise UserError(f"{problem}: fix that or make room, then resume with --resume auto") from e
     prune(final.parent, keep, (state.get("best") or {}).get("step"))

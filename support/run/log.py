@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from support.base.console import say
-from support.base.errors import first_line, reading, writing
+from support.base.errors import UserError, first_line, reading, writing
 from support.base.files import locked, sync, write_whole
 
 if TYPE_CHECKING:
@@ -105,17 +105,17 @@ def open_tracker(name: str, log_dir: Path, run: dict, step: int, began: str = ""
     """
     if name == "none":
         return None
-    same = {"resume": "allow" if step else "never"}  # trackio knows it by name
-    if name == "wandb":
-        identity = hashlib.sha256(f"{log_dir.resolve()} {began}".encode()).hexdigest()[:16]
-        same = {"resume": "allow", "id": identity}
+    identity = hashlib.sha256(f"{log_dir.resolve()} {began}".encode()).hexdigest()[:16]
+    same = {"name": log_dir.name, "id": identity}
+    if name == "trackio":  # it knows a run by its name, and a/log and b/log are two
+        same = {"name": f"{log_dir.name}-{identity[:6]}"}
     settings = run["config"] | run["model"]
     # not logged in, no network, …
     with reading(f"--tracker {name}", "fix that, or leave it out", failed="does not start"):
         if name == "tensorboard":
             return open_tensorboard(log_dir / "tensorboard", step)
         tracker = importlib.import_module(name)
-        tracker.init(project="gpt2", name=log_dir.name, config=settings, **same)
+        tracker.init(project="gpt2", config=settings, resume="allow", **same)
         return tracker
 
 
@@ -262,7 +262,9 @@ def read_run(directory: str | Path, updates: bool = True, **config: Any) -> Logg
     """Reads a run's directory, or a log like log.txt, of a run with this `config`."""
     directory = Path(directory)
     if directory.is_file():
-        return LoggedRun(directory.stem, read_log(directory), [], config)
+        if not (streams := read_log(directory)):
+            raise UserError(f"{directory} has no line like '250 val 3.2841', as log.txt has them")
+        return LoggedRun(directory.stem, streams, [], config)
     records = read_metrics(directory / METRICS, updates)
     streams = read_log(directory / LOG)
     for type in MEASURES.keys() & streams.keys():

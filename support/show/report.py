@@ -10,6 +10,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from support.base.console import counted, duration
@@ -17,6 +18,7 @@ from support.base.files import write_whole
 from support.base.process import command_for, revision
 from support.machine.device import device_name, dtype_name
 from support.run.log import measured_alike, read_run, starts_of
+from support.show.plots import average
 from support.show.published import beside_openai, text_of
 from support.text.names import ALWAYS_THERE
 
@@ -66,7 +68,8 @@ def write_report(log_dir: str | Path, has_curve: bool) -> None:
     run = read_run(log_dir)
     records = run.records
     starts = starts_of(records)
-    title = "# GPT-2 of {n_layer} layers and {n_embd} channels".format_map(run.config)
+    kind = "A changed GPT-2" if starts[-1].get("difference") else "GPT-2"
+    title = f"# {kind} of {run.config['n_layer']} layers and {run.config['n_embd']} channels"
     rows = [f"| {name} | {figure} |" for name, figure in figures(records, starts[-1]).items()]
     commands = "\n".join(f"{start['time']}  {start['command']}" for start in starts)
     parts = [
@@ -109,7 +112,8 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         last = (of_type(records, "end") or updates)[-1]
         here = [u for u in updates if u["step"] >= about.get("step", 0)] or updates  # its machine
         speed = statistics.median(update["tokens_per_sec"] for update in here)
-        losses = [u["loss"] for u in updates if u["loss"] is not None][-10:]  # one alone is noisy
+        losses = [u["loss"] for u in updates if u["loss"] is not None]
+        loss = average(np.array(losses))[0][-1]  # one alone is noisy
         memory = max(record["memory"] for record in [*updates, last])
         rows["training"] = f"{len(updates):,} updates, {updates[-1]['tokens']:,} tokens"
         rows["time"] = f"{duration(last['wall'])} (hours:minutes:seconds), with evaluations"
@@ -117,8 +121,7 @@ def figures(records: list[dict], about: dict) -> dict[str, str]:
         if mfus := [update["mfu"] for update in here if "mfu" in update]:
             rows["MFU"] = f"{statistics.median(mfus):.1%}: median of the updates"
         rows["memory"] = f"{memory / 1e9:.2f} GB at most, in one process"
-        loss = statistics.fmean(losses)
-        rows["training loss"] = f"{loss:.4f}, mean of the last {len(losses)}"
+        rows["training loss"] = f"{loss:.4f}, a mean of the last updates"
         if vals := of_type(at_end, "val"):
             gap = vals[-1]["val_loss"] - loss
             rows["validation minus training"] = f"{gap:+.4f}: grows as the model memorizes its text"

@@ -41,8 +41,8 @@ def open_manifest(folder: Path, options: dict, overwrite: bool) -> dict:
         raise UserError(f"{folder / TOKENIZER_FILE} is not of these shards: move it away")
     then = LATER_OPTIONS | manifest["options"]
     now = LATER_OPTIONS | options
-    differing = [key for key in now if now[key] != then[key]]
-    changes = [f"{flag_of(key)} was {then[key]}, not {now[key]}" for key in differing]
+    differing = [key for key in now if now[key] != then.get(key)]  # other versions lack some
+    changes = [f"{flag_of(key)} was {then.get(key)}, not {now[key]}" for key in differing]
     names = [shard["name"] for shard in manifest["shards"]]
     changes += [f"{name} is missing" for name in names if not (folder / name).exists()]
     all_read = not manifest["cursor"] and manifest["tokens"] != options["max_tokens"]

@@ -54,6 +54,7 @@ BATCH_DOCUMENTS = 1000  # texts in a batch, at most
 BATCH_CHARS = 2**20  # characters that fill a batch
 FIRST_ANSWER = 10  # seconds that the hub has for its first answer
 RETRY_WAITS = (1, 4, 15, 60, 60, 60)  # seconds before a stream that broke off is tried again
+WINDOW_TOO_LONG = "requires too much memory for decoding"  # zstd's words: made by --long
 OTHER_COLUMN = "--column names another, which all files must have"
 
 AROUND = 2000  # characters before and behind a stretch: more than 13 words and a margin
@@ -177,7 +178,7 @@ def find_local(source: str, column: str) -> Iterator[File]:
             hint = "name other files, or copies that end in .txt"
             if found:
                 hint = f"give {shlex.join(found)}"
-            raise UserError(f"{path}: .txt, .md, .jsonl and .parquet are read; {hint}")
+            raise UserError(f"{path}: .txt, .md, .jsonl, .parquet and code are read; {hint}")
         yield File(path, partial(READERS[kind], path, column), local=True)
 
 
@@ -422,8 +423,9 @@ def read_rows(tables: Callable[[], Iterable], column: str, name: str) -> Iterato
             yield text or "", True
 
 
+CODE = "c cc cpp cu cuh go h hpp hs java jl js lean lua py r rb rs scala sh sql swift tex ts"
 READERS = {
-    **dict.fromkeys(("txt", "md"), read_text),
+    **dict.fromkeys(("txt", "md", "rst", *CODE.split()), read_text),
     **dict.fromkeys(("json", "jsonl", "ndjson"), read_jsonl),
     "parquet": read_parquet,
 }
@@ -499,6 +501,9 @@ def read_patiently(file: File) -> Iterator[Stretch]:
                     number += 1
                 return
             except Exception as error:
+                if WINDOW_TOO_LONG in str(error):
+                    advice = "unpack it first, by zstd -d --long=31"
+                    raise UserError(f"{file.name}: {advice}") from error
                 if wait is None or not file.commit or is_permanent(error):
                     raise
                 print(f"\n{file.name}: {error}; trying again in {wait} s", file=sys.stderr)

@@ -17,7 +17,7 @@ from torch import Generator, Tensor
 from support.base.console import say_once
 from support.base.errors import UserError
 from support.machine.device import evaluation_mode
-from support.text.tokenizer import replace_surrogates
+from support.text.tokenizer import END, replace_surrogates
 
 if TYPE_CHECKING:
     from model import GPT
@@ -195,6 +195,8 @@ def stream_texts(
     stop: it ends at <|endoftext|>. Bytes of an unfinished character wait for the next token.
     """
     yield prompts
+    if any(END in prompt for prompt in prompts):
+        say_once(f"{END} in a prompt is read as letters; an empty prompt begins a document")
     eot = model.tokenizer.eot if stop else None
     rows = [model.tokenizer.encode(prompt) or [model.tokenizer.eot] for prompt in prompts]
     window = model.config.block_size

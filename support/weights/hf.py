@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from support.base.console import say_once
-from support.base.errors import UserError, reading
+from support.base.errors import UserError, as_os_error, reading
 from support.base.files import if_supported, refuse_pointer
 from support.text.names import TOKENIZER_FILE
 from support.text.tokenizer import END, VOCAB_SIZE, Tokenizer, gpt2, tokenizer_in
@@ -111,7 +111,10 @@ def read_model(name: str | Path) -> Pretrained:
         weights = read_weights(path)
         if fingerprint is None:
             weights = gpt2_weights(weights, fields["vocab_size"])
-    return Pretrained(fields, transposed(weights), origin, tokenizer_in(path), fingerprint)
+    tokenizer = tokenizer_in(path)
+    if not any((path / name).exists() for name in (TOKENIZER_FILE, "vocab.json")):
+        say_once(f"{path} has no {TOKENIZER_FILE}: its tokens are taken for GPT-2's")
+    return Pretrained(fields, transposed(weights), origin, tokenizer, fingerprint)
 
 
 def is_file(path: Path) -> bool:
@@ -351,7 +354,8 @@ def write_model(directory: Path, model: GPT, weights: Weights, card: dict[str, A
     difference = other_tensor(weights, model.config) or model.fingerprint.difference
     weights = {name: w.contiguous() for name, w in transposed(weights).items()}
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with as_os_error():
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with if_supported("chmod"):  # safetensors lets only the file's owner read it
         (directory / "model.safetensors").chmod(0o644)
     for name, data in model.tokenizer.files.items():
