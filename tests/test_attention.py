@@ -38,7 +38,7 @@ def errors(found, exact) -> list[float]:
 
 
 @pytest.mark.parametrize("sharpness", [0.1, 1, 8])
-@pytest.mark.parametrize("T, hs", [(1, 16), (7, 8), (256, 64), (300, 24), (1100, 16)])
+@pytest.mark.parametrize("T, hs", [(1, 16), (7, 8), (256, 64), (300, 24), (1100, 16), (257, 1)])
 def test_the_gradients_are_as_near_to_float64_as_pytorchs(T, hs, sharpness):
     dy, q, k, v = some(T, hs, sharpness)
     exact = gradients(causal, *(x.double() for x in (dy, q, k, v)))

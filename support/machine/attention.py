@@ -41,7 +41,7 @@ def backward(
     scale = scale or 1 / math.sqrt(hs)
     q_lse = minus(q, lse[..., None] / scale)
     dy_sum = minus(dy, (dy.float() * y.float()).sum(-1, keepdim=True))
-    ones = torch.ones_like(k[..., :2])
+    ones = k.new_ones(*k.shape[:-1], 2)
     k_1 = torch.cat([k, ones], -1)
     v_1 = torch.cat([v, ones], -1)
     token = torch.arange(T, device=q.device)
