@@ -210,7 +210,7 @@ def read_sweep(text: str, arms: list[Arm]) -> tuple[str, list]:
     name = name.replace("-", "_")
     kind: type = type(arms[0].settings.get(name))
     if kind not in (int, float) or flag_of(name) in SET_HERE:
-        raise UserError(f"--sweep {text}: {name} is no number that it can set")
+        raise UserError(f"--sweep {text}: {name} is no number that a sweep can set")
     values = sorted({kind(value) for value in listed.split(",")})
     if len(values) < 2 or values[0] <= 0:
         raise UserError(f"--sweep {text}: expected values above 0: learning_rate=4e-3,8e-3")

@@ -229,10 +229,12 @@ def compare_settings(
     unknown = set(state["model"]) - {field.name for field in model_fields}
     refused += [f"{name}, which this code does not know" for name in sorted(unknown)]
     if refused:
+        advice = "use the code that wrote it" if unknown else "use its values"
+        if then["minutes"] and not now["minutes"]:
+            advice = f"it began with --minutes {then['minutes']:g}, type that again"
         raise UserError(
             f"{resumed_from.path} cannot be resumed with another {', '.join(refused)}: "
-            f"{'use the code that wrote it' if unknown else 'use its values'}, or, if it is the "
-            f"same model, {new_run_from(resumed_from.path)}"
+            f"{advice}, or, if it is the same model, {new_run_from(resumed_from.path)}"
         )
     words = [changed[name] for name in changed if name not in SILENT]
     # PyTorch's default, which Muon had here until November 2026
