@@ -241,6 +241,9 @@ OTHER_FLAGS = ("data_dir", "workers", "overwrite", "verify")  # they do not chan
 def make_shards(config: Config, folder: Path) -> str:
     """Fills the folder with shards. Returns a sentence about them, and one about validation."""
     given = read_tokenizer(config.tokenizer) if config.tokenizer else None
+    if given and given.vocab_size > 2**16:
+        problem = f"--tokenizer {config.tokenizer} has {given.vocab_size:,} tokens"
+        raise UserError(f"{problem}: a shard can have at most 65,536, because it is of uint16")
     flags = json.loads(json.dumps(asdict(config)))  # with lists, as in the manifest
     options = {name: value for name, value in flags.items() if name not in OTHER_FLAGS}
     if given:

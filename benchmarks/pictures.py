@@ -29,8 +29,9 @@ def draw(root: Path) -> None:
         figure = plot_comparison(json.loads(path.read_text()))
         for suffix in (".png", ".svg"):
             save_picture(figure, path.with_suffix(suffix))
-    for path in records.glob("minutes*.json"):
-        save_picture(plot_minutes(json.loads(path.read_text())), path.with_suffix(".svg"))
+    for name in ("minutes", "amx-budget-10"):
+        race = json.loads((records / f"{name}.json").read_text())
+        save_picture(plot_minutes(race), records / f"{name}.svg")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,19 @@ SEEDS = (1337, 1338, 1339)  # the first one chooses the rate
 THIS_REPOSITORY = "this repository"
 ADAMW = "this repository, AdamW"  # as the peers: it tells what Muon adds
 HF = "transformers, our tokens"
-A100 = 1.4697 / math.log(2)  # nanoGPT's README: nats per character, which are bytes of ASCII
+A100 = 1.4697  # nanoGPT's README: nats per character
 LEVELS = {"tinyshakespeare": {f"nanoGPT, 3 min of an A100 {A100:.3f}": A100}}
+UNITS = {"tinyshakespeare": ("nats per character", math.log(2))}
+NANOGPT = "nanoGPT, our tokens"
+MACBOOK_SIDE = "nanoGPT, its README"
+# in pictures a program has one colour; dashes: without what is best in it
+STYLES: dict[str, dict[str, str]] = {
+    THIS_REPOSITORY: dict(color=plots.BLUE),
+    ADAMW: dict(color=plots.BLUE, linestyle="--"),
+    NANOGPT: dict(color=plots.RED),
+    MACBOOK_SIDE: dict(color=plots.RED, linestyle="--"),
+    HF: dict(color=plots.GREEN),
+}
 # {name: the function that trains with some updates at a learning rate and a seed, rates to try}
 Sides = dict[str, tuple[Callable, tuple]]
 # nanoGPT's README, "I only have a macbook": its settings for a CPU, but for the number of updates
@@ -127,8 +138,8 @@ def find_sides(config: MinutesConfig, flags: list[str], folder: Path) -> Sides:
         --gradient_accumulation_steps=1 --warmup_iters={settings.warmup_steps}
         --compile={settings.compile}"""
     train = partial(peers.train_nanogpt, peers.find_nanogpt(config.peer))
-    sides["nanoGPT, our tokens"] = (partial(train, same, ours), RATES)
-    sides["nanoGPT, its README"] = (partial(train, MACBOOK, theirs), RATES[:1])
+    sides[NANOGPT] = (partial(train, same, ours), RATES)
+    sides[MACBOOK_SIDE] = (partial(train, MACBOOK, theirs), RATES[:1])
     return sides | {HF: hf}
 
 
@@ -255,53 +266,64 @@ def summarize(result: dict) -> list[dict]:
 
 
 def plot_minutes(result: dict) -> Any:
-    """Bits per byte by minutes: mean and range of each side's seeds. Bars: its compilation."""
+    """The loss of held-out text by minutes: the mean and the range of each side's seeds."""
     figure, [axis] = plots.new_figure(1, 1)
-    plots.draw_levels(axis, LEVELS.get(Path(result["config"]["data_dir"]).name, {}))
-    names = dict.fromkeys(run["name"] for run in result["runs"])
-    colors = dict(zip(names, plots.COLORS, strict=False))
-    summary = summarize(result)
-    for i, row in enumerate(summary):
-        _, seconds, scores = row["points"].T
-        style = dict(color=colors[row["name"]], clip_on=False)
-        label = f"{row['name']} {row['bits']:.3f}"
-        axis.plot(seconds / 60, scores, "o-", ms=3, label=label, **style)
-        axis.fill_between(seconds / 60, *row["range"], alpha=0.25, linewidth=0, **style)
-        foot = dict(transform=axis.get_xaxis_transform(), linewidth=3, solid_capstyle="butt")
-        axis.plot([0, row["start"] / 60], [0.02 + 0.025 * i] * 2, **foot, **style)
-    best: dict[str, float] = {}
-    for row in summary:  # the lowest first
-        best.setdefault(row["name"].partition(",")[0], row["bits"])
-    shown = ", ".join(f"{name} {bits:.2f}" for name, bits in best.items())
-    axis.set_title(f"Bits per byte after {result['config']['minutes']:g} minutes: {shown}")
-    text = plots.name_text(result["config"], "text")
-    axis.set_ylabel(f"bits per byte of held-out {text}\n(its compressed size; plain text has 8)")
-    plots.label_x(axis, "minutes of training (updates × the time of one)")
+    settings = result["config"]
+    data = Path(settings["data_dir"]).name
+    plots.draw_levels(axis, LEVELS.get(data, {}))
+    # a character of Tiny Shakespeare is a byte, and nats per character are what nanoGPT prints
+    unit, scale = UNITS.get(data, ("bits per byte", 1.0))
+    rows = summarize(result)
+    for row in rows:
+        _, seconds, bits = row["points"].T
+        label = f"{row['name']} {scale * row['bits']:.3f}"
+        axis.plot(seconds / 60, scale * bits, marker="o", ms=3, label=label, **STYLES[row["name"]])
+        low, high = (scale * bound for bound in row["range"])
+        color = STYLES[row["name"]]["color"]
+        axis.fill_between(seconds / 60, low, high, color=color, alpha=0.25, linewidth=0)
+    ours = next(row["bits"] for row in rows if row["name"] == THIS_REPOSITORY)
+    peer = next((row for row in rows if row["name"] not in (THIS_REPOSITORY, ADAMW)), rows[0])
+    name, _, _ = peer["name"].partition(",")
+    title = f"After {settings['minutes']:g} minutes, {scale * ours:.2f} {unit}; {name} has "
+    axis.set_title(f"{title}{scale * peer['bits']:.2f}\n({machine_of(result)})")
+    axis.set_ylabel(f"{unit} of held-out {plots.name_text(settings, 'text')}")
+    plots.label_x(axis, "minutes of training, with compiling")
+    axis.set_xticks(range(1 + round(settings["minutes"])))
     plots.label_lines(axis)
-    axis.text(0.02, 0.14, "compiling", transform=axis.transAxes)
     return figure
+
+
+def machine_of(result: dict) -> str:
+    name = result["device"]["name"].replace("(R)", "")
+    return f"{name}, {result['dtype']}"
 
 
 def plot_budgets(races: list[dict]) -> Any:
     """Final bits per byte by minutes, a line for each side: mean and range of its seeds."""
     figure, [axis] = plots.new_figure(1, 1)
     ends: dict[str, list] = {}
-    for race in sorted(races, key=lambda race: race["config"]["minutes"]):
+    races = sorted(races, key=lambda race: race["config"]["minutes"])
+    for race in races:
         for row in summarize(race):
             low, high = (float(bound[-1]) for bound in row["range"])
             end = (race["config"]["minutes"], row["bits"], row["bits"] - low, high - row["bits"])
             ends.setdefault(row["name"], []).append(end)
-    for (name, found), color in zip(ends.items(), plots.COLORS, strict=False):
+    last = {name: found[-1][1] for name, found in ends.items()}
+    for name, found in ends.items():
         minutes, bits, *error = np.array(found).T
-        axis.errorbar(minutes, bits, error, marker="o", ms=4, color=color, clip_on=False)
-        axis.lines[-1].set_label(f"{name} {bits[-1]:.3f}")
+        axis.errorbar(minutes, bits, error, marker="o", ms=4, clip_on=False, **STYLES[name])
+        axis.lines[-1].set_label(f"{name} {last[name]:.3f}")
+    peer = min(bits for name, bits in last.items() if name not in (THIS_REPOSITORY, ADAMW))
+    share = (last[ADAMW] - last[THIS_REPOSITORY]) / (peer - last[THIS_REPOSITORY])
+    most = races[-1]["config"]["minutes"]
+    title = f"Muon is {share:.0%} of the lead after {most:g} minutes"
+    axis.set_title(f"{title}\n({machine_of(races[-1])})")
     text = plots.name_text(races[0]["config"], "text")
     axis.set(xscale="log", ylabel=f"bits per byte of held-out {text}")
     budgets = sorted({race["config"]["minutes"] for race in races})
     axis.set_xticks(budgets, [f"{minutes:g}" for minutes in budgets])
     axis.minorticks_off()
     axis.set_xlabel("minutes of training, each run with a schedule of its own")
-    axis.set_title("Who ends lower?")
     plots.label_lines(axis)
     return figure
 

@@ -1,8 +1,7 @@
-"""The changes of docs/change-the-model.md, applied to a copy of this code, keep its promises."""
+"""The changes of docs/changes, applied to a copy of this code, keep its promises."""
 
 import importlib.util
 import json
-import re
 import shutil
 import subprocess
 
@@ -29,16 +28,13 @@ from support.weights import hf
 
 transformers = pytest.importorskip("transformers")
 
-CHANGES = dict(
-    re.findall(
-        r"^## ([^\n]+)\n(?:(?!^## ).)*?^```diff\n(.*?)^```$",
-        (ROOT / "docs" / "change-the-model.md").read_text(encoding="utf-8"),
-        flags=re.DOTALL | re.MULTILINE,
-    )
-)
-LION = "Lion, an optimizer"
-ROTARY = "RMSNorm and rotary positions"
-DROPOUT = "Dropout"
+CHANGES = {
+    path.stem: path.read_text(encoding="utf-8")
+    for path in (ROOT / "docs" / "changes").glob("*.diff")
+}
+LION = "lion"
+ROTARY = "rotary"
+DROPOUT = "dropout"
 RELU2 = "ReLU²"
 CHANGES[RELU2] = """\
 --- a/config.py

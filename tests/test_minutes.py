@@ -181,8 +181,8 @@ def test_the_printed_flags_and_a_resume_after_a_kill_are_the_same_run(text, tmp_
         assert weights_hash(checkpoints[-1]) == made
     other = start(text, log_dir, "--resume", "auto", "--minutes", 8, expect=2)
     assert f"--minutes 8: the run in {log_dir} was started with --minutes 9" in other.stderr
-    without = start(text, log_dir, *"--resume auto --minutes 0 --n-head 1".split(), expect=1)
-    assert "another optimizer" in without.stderr and "began with --minutes 9" in without.stderr
+    other = start(text, log_dir, "--resume", "auto", "--minutes", 0, "--n-head", 1, expect=1)
+    assert "another optimizer" in other.stderr and "began with --minutes 9" in other.stderr
 
     sorted(log_dir.glob("ckpt_*"))[-1].rename(tmp_path / "last")
     for turn in range(2):

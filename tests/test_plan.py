@@ -274,7 +274,12 @@ def test_only_a_rent_that_is_known_makes_a_cost_and_no_run_is_free(flags, time, 
 def test_the_table_of_the_reproduction_is_what_the_program_prints(capsys):
     table = run_main(capsys, "--table")
     assert len(table.splitlines()) == 2 + len(PRESETS) - 2, "not the two for a CPU"
-    assert table in (ROOT / "docs" / "reproduction.md").read_text()
+    page = (ROOT / "docs" / "reproduction.md").read_text()
+    assert table in page
+    flags = re.search(r"`(--preset gpt2-medium [^`]*)`", page)[1].replace("--data-dir edu_32B ", "")
+    medium, largest = facts(f"{flags} --gpus 8"), facts("--preset gpt2-xl --gpus 8")
+    quoted = f"costs {medium['cost']}, for {medium['time']} hours of eight H100s"
+    assert quoted in " ".join(page.split()) and f"preset costs {largest['cost']}" in page
 
 
 @pytest.mark.parametrize(

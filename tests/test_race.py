@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import replace
 from functools import partial
@@ -184,10 +185,13 @@ def test_each_run_fits_the_time_and_the_best_rate_of_a_side_is_drawn_by_the_mean
     assert sum(len(line.get_xdata()) == race.SCORES for line in axis.lines) == 5
     low, high = axis.collections[0].get_datalim(axis.transData).intervaly
     assert (low, high) == pytest.approx((3.0, 4.1375)), "its best seed's end, its worst one's start"
-    assert axis.get_xlim() == pytest.approx((0, 58 / 60))
-    title, _, others = axis.get_title("left").partition(", ")
-    assert title == "Bits per byte after 1 minutes: this repository 3.10"
-    assert sorted(others.split(", ")) == ["nanoGPT 4.10", "transformers 4.10"], "its best run"
+    assert axis.get_xlim() == (0, 1)
+    title = axis.get_title("left")
+    assert re.match(r"After 1 minutes, 3.10 bits per byte; (nanoGPT|trans\w+) has 4.10\n\(", title)
+    assert axis.get_xticks().tolist() == [0, 1]
+    known = dict(result, config=dict(result["config"], data_dir="data/tinyshakespeare"))
+    [axis] = race.plot_minutes(known).axes
+    assert axis.get_title("left").startswith(f"After 1 minutes, {3.1 * math.log(2):.2f} nats per")
     assert (tmp_path / "here.png").read_bytes()[1:4] == b"PNG"
 
 
@@ -236,6 +240,7 @@ def test_a_race_by_minutes_chooses_sizes_once_and_then_a_recipe_for_what_fits(
     later = json.loads(record.read_text())
     later["config"]["minutes"] = 3
     [axis] = race.plot_budgets([later, result]).axes
+    assert axis.get_title("left").startswith("Muon is 100% of the lead after 3 minutes\n(")
     assert not axis.get_xticks(minor=True).size, "no ticks but the budgets"
     assert [line.get_xdata().tolist() for line in axis.lines if len(line.get_xdata()) == 2][:2] == (
         [[1, 3]] * 2

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,6 +308,13 @@ def test_a_folder_whose_vocabulary_is_lost_or_swapped_is_refused(documents, tmp_
 def test_flags_that_contradict_each_other_are_refused(flags, words):
     done = call("fineweb.py", *flags)
     assert done.returncode == 2 and words in done.stderr
+
+
+def test_a_vocabulary_whose_tokens_do_not_fit_a_shard_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(fineweb, "read_tokenizer", lambda _: SimpleNamespace(vocab_size=65_537))
+    (tmp_path / "a.txt").write_text("a text")
+    with pytest.raises(UserError, match="has 65,537 tokens: a shard can have at most 65,536"):
+        make(tmp_path / "out", tmp_path / "a.txt", tokenizer="large.json")
 
 
 def test_auto_counts_only_the_text_that_a_limit_of_tokens_leaves(documents, tmp_path, monkeypatch):

@@ -23,8 +23,9 @@ from support.text.names import ALWAYS_THERE
 # on its dark ones. After Okabe & Ito's palette; the purple is near Tol's.
 BLUE = "#2f81b7"
 RED = "#d55e00"
+GREEN = "#008f68"
 GREY = "#727a83"  # also of the text, see gpt2.mplstyle
-COLORS = (BLUE, RED, "#008f68", "#b5559f", GREY)  # the third is green, the fourth purple
+COLORS = (BLUE, RED, GREEN, "#b5559f", GREY)  # the fourth is purple
 LOSS = "loss (nats per token)"
 # of many runs in one picture: no two of 15 look the same
 STYLES = [dict(linestyle=dash, color=color) for dash, color in product(("-", ":", "-."), COLORS)]
@@ -196,7 +197,7 @@ def draw_beginning(axis: Any, runs: list[LoggedRun]) -> None:
             levels |= {math.log(known["kinds"]): f"the {known['kinds']:,} that occur"}
     for y, meaning in sorted(levels.items()):
         whole.axhline(y, linestyle="--", color=GREY, linewidth=1)
-        place = dict(transform=whole.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+        place = dict(transform=whole.get_yaxis_transform(), ha="right", va="bottom")
         whole.text(1, y, f"{meaning}: {y:.2f}", **place)
     for run, unit, style in zip(runs, units, cycle(STYLES)):
         for name, (steps, losses) in finite(run).items():
@@ -297,7 +298,7 @@ def draw_hellaswag(axis: Any, runs: list[LoggedRun]) -> None:
 def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
     """Draws a run's losses and, above them, samples after so many minutes; math.inf: the last."""
     run = read_run(log_dir)
-    figure, [axis] = new_figure(1, 1, 4.8)
+    figure, [axis] = new_figure(1, 1, 5.2)
     draw_loss(axis, [run], beginning=False)
     steps, samples = run.series("samples", "samples")
     minutes = np.interp(steps, *run.series("wall")) / 60
@@ -306,13 +307,13 @@ def plot_samples(log_dir: str | Path, moments: list[float]) -> Any:
         k = min(int(np.searchsorted(minutes, moment - 0.5)), len(steps) - 1)
         lines = [f"{minutes[k]:.0f} minutes, step {steps[k]:,}", ""]
         for line in samples[k][0].splitlines():  # as it was generated
-            lines += textwrap.wrap(line, 42) or [""]
-        text = "\n".join(lines[:7])
+            lines += textwrap.wrap(line, 96 // len(moments)) or [""]
+        text = "\n".join(lines[:9])
         point = (steps[k], min(np.interp(steps[k], *curve), axis.get_ylim()[1]))
         column = 1.16 * i / len(moments)  # there are no axes below the labels at the right
         across = np.clip((steps[k] / steps[-1] - column) * len(moments), 0, 1)
         arrow = dict(arrowstyle="-|>", color=GREY, linewidth=0.6, relpos=(across, 0))
-        style = dict(family="monospace", fontsize=6.5, arrowprops=arrow)
+        style = dict(family="monospace", arrowprops=arrow)
         axis.annotate(text, point, (column, 1.06), "data", axis.transAxes, **style)
-    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=100)
+    axis.set_title(f"{title_of(run)}, continuing {run.config['sample_prompt']!r}", pad=125)
     return figure

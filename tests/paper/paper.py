@@ -1,7 +1,7 @@
 """`make paper`: what a GPU would run, checked on a machine without one.
 
 It compiles each configuration in a process of its own, and prints the tables of
-docs/gpu.md, which must be the same there. It ends with 0 if it is green, with 1 and a
+README.md beside it, which must be the same there. It ends with 0 if it is green, with 1 and a
 sentence for each finding, or with 3 if it could not run.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs/gpu.md"
+PAGE = HERE / "README.md"
 STORY = ROOT / "docs/techniques.md"
 CONFIGURATIONS = {
     "124M": "--batch-size 64",
