@@ -145,7 +145,9 @@ def count_lines(paths: Iterable[Path]) -> int:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", *DOCS]
+    "page",
+    ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", *DOCS]
+    + ["benchmarks/LOG.md", "records/README.md", "tests/paper/README.md"],
 )
 def test_every_link_of_a_page_leads_somewhere(page):
     text = (ROOT / page).read_text()
