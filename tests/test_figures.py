@@ -30,6 +30,8 @@ RESUMING = (ROOT / "docs" / "resuming.md").read_text()
 DOCS = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
 PAGE = (ROOT / "benchmarks" / "README.md").read_text()
 LOG = (ROOT / "benchmarks" / "LOG.md").read_text()
+LINKING = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+LINKING += ["benchmarks/LOG.md", "records/README.md", "tests/paper/README.md", *DOCS]
 BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
 BENCHMARKS += ["h200-ladder.json", "h200-nanogpt.json"]  # of a GPU, on a page of its own
 
@@ -144,11 +146,7 @@ def count_lines(paths: Iterable[Path]) -> int:
     return round(sum(len(path.read_text().splitlines()) for path in paths), -2)
 
 
-@pytest.mark.parametrize(
-    "page",
-    ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md", *DOCS]
-    + ["benchmarks/LOG.md", "records/README.md", "tests/paper/README.md"],
-)
+@pytest.mark.parametrize("page", LINKING)
 def test_every_link_of_a_page_leads_somewhere(page):
     text = (ROOT / page).read_text()
     links = re.findall(
