@@ -87,11 +87,12 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     config = config_class(**read_flags(config_class, args, defaults, config_class.__doc__ or ""))
     problems = out_of_range(config)
     typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
-    for name, kind in get_type_hints(config_class).items():
+    for name, kind in get_type_hints(config_class, include_extras=True).items():
         flag = flag_of(name)
-        if get_origin(kind) is tuple and typed.count(flag) > 1:  # tyro would take the last one
+        several = get_origin(kind) is tuple or kind == Strings  # and not tyro's UseAppendAction
+        if several and typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")
-        if get_origin(kind) is tuple and flag in typed and not getattr(config, name):
+        if several and flag in typed and not getattr(config, name):
             problems.append(f"{flag} names nothing")
     if problems:
         raise UsageError(*problems)
