@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,10 +93,13 @@ def define(config: RecordsConfig, folder: Path, record: dict | None = None) -> d
     earlier = {name: found for name, found in find_records().items() if name < folder.name}
     verdicts = {name: judge(found)[0] for name, found in earlier.items()}
     waiting = [name for name, verdict in verdicts.items() if verdict == "not checked"]
-    if waiting and not config.beside:
-        raise UserError(f"{waiting[0]} is not checked: check it first, or choose --beside")
     holding = [name for name, verdict in verdicts.items() if verdict in ("the first", "holds")]
     beside = config.beside or (holding[-1] if holding else entry.name)
+    if waiting and not config.beside:
+        problem = f"{waiting[0]} is not checked"
+        if record:
+            raise UserError(f"{problem}: check it first, or choose --beside")
+        say(f"{problem}, so this is beside {beside}, the newest entry that holds")
     if beside not in {*earlier, entry.name}:
         raise UserError(f"--beside {beside}: expected one of {', '.join(earlier)}")
     opponent = earlier[beside]["entry"] if beside in earlier else asdict(entry)
@@ -318,10 +321,12 @@ def describe(record: dict[str, Any]) -> str:
     name, base = record["entry"]["name"], record["beside"]["name"]
     if not found:
         return f"{name}: {verdict}"
+    side = "below" if found["mean"] < 0 else "above"
+    by = show_interval(abs(found["mean"]), found["half"])
     return (
-        f"{name}: {verdict}. It ends {found['by']} bits per byte below {base}, at "
-        f"{found['bits']:.3f}, and has {base}'s last loss {show_minutes(found['minutes'])}. By our "
-        f"clock, its runs take {found['clocks']:.2f} times as long."
+        f"{name}: {verdict}. It ends at {found['bits']:.3f} bits per byte, {by} {side} {base}, and "
+        f"has {base}'s last loss {show_minutes(found['minutes'])}. By our clock, its runs take "
+        f"{found['clocks']:.2f} times as long."
     )
 
 
@@ -359,7 +364,10 @@ def main(args: list[str]) -> None:
         found = measure(defined, drawn, OUT / folder.name / "check.json")
     elif config.measure:
         folder = RECORDS / Path(config.measure).name
-        found = measure(define(config, folder), seeds, folder / "record.json")
+        file = folder / "record.json"
+        if file.exists() and config.revision == "HEAD":  # which has moved, if one has committed
+            config = replace(config, revision=json.loads(file.read_bytes())["entry"]["revision"])
+        found = measure(define(config, folder), seeds, file)
     else:
         print(format_table())
         return

@@ -139,17 +139,22 @@ def test_who_is_to_be_beaten_and_for_how_long_is_never_the_authors_word(race, re
     flags = ["--seeds=0", "--minutes=0.5", f"--flags={SMALL}"]
     for name in ("01-start", "02-rate"):
         records.main([f"--measure={name}", *flags])
+    git = ["git", "-C", str(repository), "-c", "user.name=it", "-c", "user.email=it@here"]
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "-m", "the entry"], check=True)
+    records.main(["--measure=02-rate", *flags])  # to continue, though HEAD has moved
     file = race / "02-rate" / "record.json"
     forged = json.loads(file.read_text())
     forged["beside"]["flags"] += " --learning-rate 1e-9"
     file.write_text(json.dumps(forged))
     defined = records.define(records.RecordsConfig(), race / "02-rate", forged)
     assert defined["minutes"] == 3 and "1e-9" not in defined["beside"]["flags"]
+    measured = records.define(records.RecordsConfig(), race / "03-next")
+    assert measured["beside"]["name"] == "01-start", "the newest that holds"
+    entry = dict(entry=forged["entry"] | {"change": ""})
     with pytest.raises(UserError, match="02-rate is not checked: check it first"):
-        records.define(records.RecordsConfig(), race / "03-next")
+        records.define(records.RecordsConfig(), race / "03-next", entry)
     with pytest.raises(UserError, match="--beside 9: expected one of 01-start, 02-rate"):
         records.define(records.RecordsConfig(beside="9"), race / "03-next")
-    git = ["git", "-C", str(repository), "-c", "user.name=it", "-c", "user.email=it@here"]
     hidden = [*git, "commit-tree", "HEAD^{tree}", "-m", "code that is in no diff"]
     forged["entry"]["revision"] = subprocess.check_output(hidden, text=True).strip()
     with pytest.raises(UserError, match=r"merge-base --is-ancestor .* HEAD: no"):
