@@ -561,6 +561,7 @@ def test_arms_of_other_vocabularies_are_compared_in_bits_of_the_same_text(
         (["a:", "--seeds", "2", "--sweep", "learning_rate=1,2"], "1 more to tune"),
         (["a:", "--sweep", "learning_rate=1"], "values above 0"),
         (["a:", "--sweep", "shuffle=1,2"], "shuffle is no number"),
+        (["a:", "--sweep", "seed=1,2"], "seed is no number"),
         (["a:", "--sweep", "learning_rate=1,x"], "convert string to float: 'x'"),
     ],
 )
