@@ -623,7 +623,7 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
         ("--source spark.parquet", "are read; give 'spark.parquet/**/*.parquet'"),
         (
             "--source zipped/*.pdf",
-            "zipped/c.pdf: .txt, .md, .jsonl, .parquet and code are read; n",
+            "zipped/c.pdf: .txt, .md, .jsonl, .parquet and code are read; name",
         ),
         (
             "--source pipe.jsonl",
@@ -631,7 +631,7 @@ def test_an_unreadable_file_is_a_sentence_after_all_before_it(tmp_path, name, co
         ),
         (
             "--source empty",
-            "empty: .txt, .md, .jsonl, .parquet and code are read; name",
+            "empty: .txt, .md, .jsonl, .parquet and code are read; name other files",
         ),
         ("--source good.jsonl --name a/b", "--name a/b: the names of shards begin with it"),
         ("--source", "--source names nothing"),

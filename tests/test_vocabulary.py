@@ -128,6 +128,13 @@ def test_about_a_twentieth_is_held_out_wherever_the_lines_end(tmp_path, name):
 
 def test_a_limit_of_tokens_limits_what_is_held_out_of_them(tmp_path):
     """A stretch of a file is a megabyte, and more than the limit."""
+    (tmp_path / "a.txt").write_text("river stone light mill\n" * 60_000)
+    make(tmp_path / "own", tmp_path / "a.txt", tokenizer="gpt2", max_tokens=20_000)
+    held_out, train = map(len, shards_of(tmp_path / "own"))
+    assert held_out + train == 20_000 and 800 < held_out < 1200
+
+
+def test_a_limit_of_tokens_holds_out_as_much_with_any_vocabulary(tmp_path):
     shutil.copy(sources.TINYSHAKESPEARE, tmp_path / "a.txt")
     for own in (dict(tokenizer="gpt2"), *(dict(vocab_size=n) for n in (400, 1024, "auto"))):
         folder = tmp_path / str([*own.values()])
