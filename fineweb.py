@@ -65,7 +65,7 @@ class Source:
     # text (.txt, .md, .json, .jsonl, .ndjson, .parquet, code; also packed by gzip, bzip2, xz or
     # zstd), hub:OWNER/NAME[:CONFIG[:SPLIT[:COLUMN]]], or tokens:OWNER/NAME (ready shards of GPT-2's
     # tokens on the hub)
-    source: tuple[str, ...] = ("fineweb-edu-10B",)
+    source: Strings = ("fineweb-edu-10B",)
     # text for validation, whole: sources as above; default: the beginning of --source, or its own
     val_source: Strings = ()
     column: str = "text"  # the column with the text, in .jsonl, .parquet and hub files

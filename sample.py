@@ -102,9 +102,8 @@ def own_samples(model: str) -> tuple[str, int]:
     """The prompt and the tokens of samples by the run of a checkpoint; else the trainer's own."""
     starts = starts_of(read_metrics(Path(model).parent / METRICS, updates=False))
     config = starts[-1]["config"] if starts else {}
-    return config.get("sample_prompt", PROMPT), config.get(
-        "sample_tokens", TrainConfig.sample_tokens
-    )
+    prompt = config.get("sample_prompt", PROMPT)
+    return prompt, config.get("sample_tokens", TrainConfig.sample_tokens)
 
 
 def pick_model() -> str:

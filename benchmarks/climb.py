@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.tables import by_turns, time_of_10B
+from benchmarks.tables import by_turns, machine_of, time_of_10B
 from support.base.errors import reading
 from support.show import plots
 
@@ -16,7 +16,7 @@ def read_climb(path: str | Path) -> dict:
     """The ladder of a record of bench.py, as one of the published climbs. Raises UserError."""
     with reading(path, "name a record of bench.py's ladder"):
         record = json.loads(Path(path).read_text())
-        machine = f"{record['device']['name']}, {record['dtype']}"
+        machine = machine_of(record)
         if (model := record["config"]["model"]) != "gpt2":
             machine += f", another model ({model})"
         rows = record["benchmarks"]["ladder"]["rows"]

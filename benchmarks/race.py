@@ -285,17 +285,12 @@ def plot_minutes(result: dict) -> Any:
     peer = next((row for row in rows if row["name"] not in (THIS_REPOSITORY, ADAMW)), rows[0])
     name, _, _ = peer["name"].partition(",")
     title = f"After {settings['minutes']:g} minutes, {scale * ours:.2f} {unit}; {name} has "
-    axis.set_title(f"{title}{scale * peer['bits']:.2f}\n({machine_of(result)})")
+    axis.set_title(f"{title}{scale * peer['bits']:.2f}\n({tables.machine_of(result)})")
     axis.set_ylabel(f"{unit} of held-out {plots.name_text(settings, 'text')}")
     plots.label_x(axis, "minutes of training, with compiling")
     axis.set_xticks(range(1 + round(settings["minutes"])))
     plots.label_lines(axis)
     return figure
-
-
-def machine_of(result: dict) -> str:
-    name = result["device"]["name"].replace("(R)", "")
-    return f"{name}, {result['dtype']}"
 
 
 def plot_budgets(races: list[dict]) -> Any:
@@ -317,7 +312,7 @@ def plot_budgets(races: list[dict]) -> Any:
     share = (last[ADAMW] - last[THIS_REPOSITORY]) / (peer - last[THIS_REPOSITORY])
     most = races[-1]["config"]["minutes"]
     title = f"Muon is {share:.0%} of the lead after {most:g} minutes"
-    axis.set_title(f"{title}\n({machine_of(races[-1])})")
+    axis.set_title(f"{title}\n({tables.machine_of(races[-1])})")
     text = plots.name_text(races[0]["config"], "text")
     axis.set(xscale="log", ylabel=f"bits per byte of held-out {text}")
     budgets = sorted({race["config"]["minutes"] for race in races})

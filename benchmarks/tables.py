@@ -100,3 +100,8 @@ def format_table(rows: list[dict], columns: dict[str, tuple] = COLUMNS) -> str:
             column = [heading, "-" * width, *cells]
             shown.append([f"{cell:{align}{width}}" for cell in column])
     return "\n".join(f"| {' | '.join(line)} |" for line in zip(*shown, strict=True))
+
+
+def machine_of(record: dict) -> str:
+    """What measured a record, and in which precision: for a picture."""
+    return f"{record['device']['name']}, {record['dtype']}"

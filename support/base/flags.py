@@ -3,7 +3,7 @@
 import inspect
 import shlex
 from dataclasses import dataclass, fields, make_dataclass
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import tyro
 
@@ -43,6 +43,7 @@ def show_default(text: str) -> str:
 
 
 String = Annotated[str, tyro.conf.arg(help_behavior_hint=show_default)]
+# all after one flag; a flag that may be repeated is tyro's UseAppendAction
 Strings = Annotated[tuple[str, ...], tyro.conf.arg(help_behavior_hint=show_default)]
 
 
@@ -89,10 +90,9 @@ def parse_flags(config_class: type, args: list[str]) -> Any:
     typed = [arg.partition("=")[0].replace("_", "-") for arg in args]
     for name, kind in get_type_hints(config_class, include_extras=True).items():
         flag = flag_of(name)
-        several = get_origin(kind) is tuple or kind == Strings  # and not tyro's UseAppendAction
-        if several and typed.count(flag) > 1:  # tyro would take the last one
+        if kind == Strings and typed.count(flag) > 1:  # tyro would take the last one
             problems.append(f"{flag} is given twice: name all after one {flag}")
-        if several and flag in typed and not getattr(config, name):
+        if kind == Strings and flag in typed and not getattr(config, name):
             problems.append(f"{flag} names nothing")
     if problems:
         raise UsageError(*problems)
