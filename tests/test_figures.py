@@ -33,7 +33,7 @@ LOG = (ROOT / "benchmarks" / "LOG.md").read_text()
 LINKING = ["README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
 LINKING += ["benchmarks/LOG.md", "records/README.md", "tests/paper/README.md", *DOCS]
 BENCHMARKS = sorted(path.name for path in (ROOT / "benchmarks").glob("cpu-*.json"))
-IN_THE_LOG = ("cpu-generate.json", "cpu-hellaswag.json", "cpu-pieces.json")
+IN_THE_LOG = ("cpu-generate.json", "cpu-hellaswag.json", "cpu-ladder.json", "cpu-pieces.json")
 BENCHMARKS += ["h200-ladder.json", "h200-nanogpt.json"]  # of a GPU, on a page of its own
 
 
