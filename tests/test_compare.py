@@ -141,7 +141,7 @@ def test_the_verdict_has_as_many_digits_as_are_known(mean, half, words, monkeypa
     assert compare.compare_pairs("it", runs, runs)["verdict"] == words
 
 
-@pytest.mark.parametrize("record", ["compare", "compare-changes"])
+@pytest.mark.parametrize("record", ["compare", "compare-changes", "compare-lion"])
 def test_the_page_is_that_of_the_committed_records(record):
     directory = ROOT / "benchmarks" / record
     result = json.loads((directory / "compare.json").read_text())

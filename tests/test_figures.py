@@ -91,8 +91,8 @@ def test_the_readme_quotes_the_comparison_and_sizes():
         f"ends {-against['mean']:.2f} ± {against['half']:.2f} nats per token lower",
         f"after {low:.0%} to {high:.0%} of the tokens",
         f"= {val['nats_per_character']:.3f} nats per character",
-        f"six files, {count_lines(edited):,} lines together; training loads "
-        f"{count_lines(loaded()):,}.",
+        f"six files, {count_lines(edited):,} of the {count_lines(loaded()):,} lines that training "
+        "loads.",
         f"{speedup('nanogpt'):.2f} times as fast as nanoGPT's",
         f"{speedup('against'):.2f} times as fast as that of `transformers`",
         f"| {count_lines(code_files()):,}; you edit {count_lines(edited):,} of them "
