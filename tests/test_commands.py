@@ -17,8 +17,10 @@ import torch
 from conftest import ROOT, environment, random_model
 
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+IN_PROSE = "python fineweb.py --source tales --vocab-size 4096"  # data of later commands
 BEGINS = re.compile(r"!|((\S*/)?python|torchrun|make|git|sed|awk|srun|export|pip|lm_eval) ")
 LEFT_OUT = {
+    r"^git clone URL": "this page's address",
     r"^!|^pip install|^lm_eval": "Colab; the network (test_hellaswag.py runs lm_eval)",
     r"nproc_per_node=8|^srun|^export HOST": "eight GPUs",
     r"^python (fineweb|train_gpt2)\.py( --resume auto)?$|edu_fineweb10B|hub:": "FineWeb-Edu",
@@ -79,6 +81,8 @@ def test_each_command_of_the_pages_runs_as_it_is_typed(tmp_path):
     subprocess.run(["git", "clone", "--quiet", ROOT, place], check=True)
     (place / ".venv").symlink_to(Path(sys.prefix))
     write_examples(place)
+    assert IN_PROSE in (ROOT / "README.md").read_text()
+    assert type_in(place, IN_PROSE).returncode == 0
     unused = {*LEFT_OUT, *SHORTENED}
     typed: set[str] = set()  # two pages may begin alike
     for page in PAGES:
