@@ -450,8 +450,10 @@ def test_programs_run_at_once_in_places_of_their_own_and_the_next_begins_when_on
     commands = iter([([sys.executable, "-c", wait], tmp_path / name) for name in "abc"])
     places = [{"PLACE": "left"}, {"PLACE": "right"}]
     ended = [*programs.run_programs(lambda: next(commands, None), places)]
-    assert sorted(ended) == [tmp_path / name for name in "abc"] and ended[2].name == "c"
-    assert sorted(map(programs.last_line, ended[:2])) == ["left", "right"]
+    place = {directory.name: programs.last_line(directory) for directory in ended}
+    assert sorted(place) == ["a", "b", "c"] and place["a"] != place["b"]
+    assert place["c"] == place[ended[0].name], "the place of the first to end"
+    assert ended[0].name != "c"
 
 
 def test_who_interrupts_a_comparison_interrupts_its_runs(tmp_path):
