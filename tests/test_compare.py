@@ -444,16 +444,20 @@ def test_each_run_has_a_gpu_or_its_share_of_the_cores(monkeypatch):
 
 
 def test_programs_run_at_once_in_places_of_their_own_and_the_next_begins_when_one_ends(tmp_path):
-    """Three programs in two places. The first two end only once both have begun."""
+    """Three programs in two places. The first two end only once both have begun, the third last."""
     wait = "import os, pathlib, time\nprint(os.environ['PLACE'], flush=True)\n"
-    wait += f"while len(list(pathlib.Path({str(tmp_path)!r}).iterdir())) < 2: time.sleep(0.01)"
-    commands = iter([([sys.executable, "-c", wait], tmp_path / name) for name in "abc"])
+    wait += f"while len(list(pathlib.Path({str(tmp_path)!r}).iterdir())) < %d: time.sleep(0.01)"
+    counts = dict(a=2, b=2, c=4)  # c's is the file of this test
+    commands = iter([([sys.executable, "-c", wait % n], tmp_path / k) for k, n in counts.items()])
     places = [{"PLACE": "left"}, {"PLACE": "right"}]
-    ended = [*programs.run_programs(lambda: next(commands, None), places)]
-    place = {directory.name: programs.last_line(directory) for directory in ended}
-    assert sorted(place) == ["a", "b", "c"] and place["a"] != place["b"]
-    assert place["c"] == place[ended[0].name], "the place of the first to end"
-    assert ended[0].name != "c"
+    ended = []
+    for directory in programs.run_programs(lambda: next(commands, None), places):
+        ended.append(directory)
+        if len(ended) == 2:
+            (tmp_path / "two-have-ended").touch()
+    assert sorted(ended) == [tmp_path / name for name in "abc"] and ended[2].name == "c"
+    assert sorted(map(programs.last_line, ended[:2])) == ["left", "right"]
+    assert programs.last_line(ended[2]) == programs.last_line(ended[0]), "in the free place"
 
 
 def test_who_interrupts_a_comparison_interrupts_its_runs(tmp_path):

@@ -85,6 +85,7 @@ def test_the_readme_quotes_the_comparison_and_sizes():
     arms = read_json("compare/compare.json")["arms"]
     val = of_type(read_metrics(ROOT / "runs" / "quickstart" / "metrics.jsonl"), "val")[-1]
     edited = [ROOT / f"{name}.py" for name in EDITED]
+    assert {*edited} <= {*loaded()}
     against = arms[1]["against"]
     low, high = min(against["tokens"]), max(against["tokens"])
     quotes = [
